@@ -1,0 +1,1 @@
+"""The papers' formulas and tables, and pictures of what was measured."""

@@ -1,0 +1,1 @@
+"""Offline corpora, vocabularies and seqio tasks; only `tasks` imports seqio."""

@@ -1,0 +1,137 @@
+"""From logits to the distribution that tokens are drawn from, and draws from it.
+
+Everything is in log space, in at least float32; impossible tokens have log-probability -inf.
+Target and draft go through the same `Sampling`, so q is the distribution drafts are drawn from
+("standardized sampling", Leviathan et al. 2211.17192, section 2.2).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+# At or below this temperature sampling is argmax, as in T5X.
+GREEDY_TEMPERATURE = 1e-4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Temperature, then top-k, then top-p (T5X's order).
+
+    The default is greedy. T5X's ``temperature_sample`` too is greedy by default, by ``topk=1``.
+
+    Attributes:
+      temperature: one value or one per row; traced, so no value costs a compile. At or below 1e-4
+        a row is greedy; the first of equal maxima wins.
+      top_k: keep the k most likely tokens; 0 keeps all (static).
+      top_p: keep the smallest set of most likely tokens with at least this mass; one value or one
+        per row (traced); None keeps all and spares the sort.
+    """
+
+    temperature: float | Float[Array, "*B"] = 0.0
+    top_k: int = dataclasses.field(default=0, metadata={"static": True})
+    top_p: float | Float[Array, "*B"] | None = None
+
+    def check(self) -> None:
+        """Raises ValueError on values outside their range (on the host, before tracing)."""
+        if np.any(np.asarray(self.temperature) < 0) or np.any(np.isnan(self.temperature)):
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        top_p = np.asarray(1.0 if self.top_p is None else self.top_p)
+        if not np.all((top_p > 0) & (top_p <= 1)):
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    def rows(self, batch: int) -> "Sampling":
+        """Arrays with one value per row."""
+        spread = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), (batch,))  # noqa: E731
+        top_p = None if self.top_p is None else spread(self.top_p)
+        return Sampling(spread(self.temperature), self.top_k, top_p)
+
+
+def log_law(logits: Float[Array, "B M V"], sampling: Sampling) -> Float[Array, "B M V"]:
+    """Log-probabilities of the next token under ``sampling`` (`Sampling.rows` form).
+
+    Greedy rows get all mass on the first maximum. A row of NaN stays NaN, so that it can be
+    reported (`broken`) and is not mistaken for token 0.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    temperature = sampling.temperature.astype(logits.dtype)[:, None, None]
+    greedy = temperature <= GREEDY_TEMPERATURE
+    scaled = logits / jnp.where(greedy, 1.0, temperature).astype(logits.dtype)
+    if sampling.top_k:
+        scaled = _keep_top_k(scaled, sampling.top_k)
+    log_p = jax.nn.log_softmax(scaled, axis=-1)
+    if sampling.top_p is not None:
+        log_p = _keep_top_p(log_p, sampling.top_p.astype(logits.dtype)[:, None, None])
+    best = logits.argmax(-1, keepdims=True)
+    ids = lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
+    one_hot = jnp.where(ids == best, logits * 0, -jnp.inf)  # 0 x keeps a NaN
+    return jnp.where(greedy, one_hot, log_p)
+
+
+def _keep_top_k(logits: Array, k: int) -> Array:
+    kth = lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]
+    return jnp.where(logits >= kth, logits, -jnp.inf)
+
+
+def _keep_top_p(log_p: Array, top_p: Array) -> Array:
+    """Keeps a token while the mass of the strictly likelier ones is below ``top_p``."""
+    ordered = -jnp.sort(-log_p, axis=-1)
+    before = jnp.cumsum(jnp.exp(ordered), axis=-1) - jnp.exp(ordered)
+    # The least likely token that is kept; the most likely one always is.
+    last = jnp.maximum((before < top_p).sum(-1, keepdims=True) - 1, 0)
+    threshold = jnp.take_along_axis(ordered, last, axis=-1)
+    return jax.nn.log_softmax(jnp.where(log_p >= threshold, log_p, -jnp.inf), axis=-1)
+
+
+def broken(log_p: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
+    """Rows that are no distribution: NaN, or no possible token."""
+    return ~(log_p.max(-1) > -jnp.inf)
+
+
+def draw(log_p: Float[Array, "B V"], u: Float[Array, "B"]) -> Int[Array, "B"]:
+    """The token at quantile ``u`` in [0, 1): exact inverse of the cumulative distribution.
+
+    Cheaper than Gumbel noise (one uniform a row instead of V). Two levels, blocks and tokens in a
+    block, spare the cumulative sum over the whole vocabulary. A token of probability 0 is never
+    drawn, whatever is rounded.
+    """
+    batch, size = log_p.shape
+    width = max(8, 2 ** math.ceil(math.log2(math.sqrt(size))))
+    padded = jnp.pad(log_p, ((0, 0), (0, -size % width)), constant_values=-jnp.inf)
+    mass = jnp.exp(padded - padded.max(-1, keepdims=True)).reshape(batch, -1, width)
+    block, rest = _pick(mass.sum(-1), u)
+    inside = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
+    within, _ = _pick(inside, rest)
+    return (block * width + within).astype(jnp.int32)
+
+
+def _pick(mass: Float[Array, "B N"], u: Float[Array, "B"]) -> tuple[Array, Array]:
+    """(first index whose cumulative mass exceeds u x total, quantile within that index)."""
+    upto = jnp.cumsum(mass, axis=-1)
+    goal = u * upto[:, -1]
+    # u x total may round up to the total; the last index with mass is meant then.
+    goal = jnp.minimum(goal, jnp.nextafter(upto[:, -1], jnp.zeros_like(goal)))
+    index = (upto <= goal[:, None]).sum(-1, dtype=jnp.int32)
+    index = jnp.minimum(index, mass.shape[-1] - 1)
+    here = jnp.take_along_axis(mass, index[:, None], axis=-1)[:, 0]
+    before = jnp.take_along_axis(upto, index[:, None], axis=-1)[:, 0] - here
+    rest = jnp.clip((goal - before) / jnp.where(here > 0, here, 1.0), 0.0, 1.0 - 1e-7)
+    return index, rest
+
+
+def uniform(keys: Key[Array, "B"], count: int, dtype=jnp.float32) -> Float[Array, "B count"]:
+    """Uniforms in [0, 1), each row from its own key."""
+    return jax.vmap(lambda key: jax.random.uniform(key, (count,), dtype))(keys)
+
+
+def fold(keys: Key[Array, "B"], data: int | Int[Array, "B"]) -> Key[Array, "B"]:
+    """Folds one number, or one per row, into each row's key."""
+    data = jnp.broadcast_to(jnp.asarray(data, jnp.uint32), keys.shape)
+    return jax.vmap(jax.random.fold_in)(keys, data)

@@ -1,0 +1,139 @@
+"""Drafting with a small autoregressive model: gamma tokens, one after the other.
+
+References:
+  Leviathan et al. 2023 (2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), algorithm 2.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Key
+
+from specjax.decode import sampling as laws
+from specjax.decode import tree
+from specjax.decode.interfaces import Block, Model, Outcome, Params, Prefilled, Text, TokenTree
+from specjax.decode.sampling import Sampling
+from specjax.decode.verify import DRAFT
+
+
+class DraftState(NamedTuple):
+    """The draft's own cache, which lags the text by one or two tokens.
+
+    Attributes:
+      cache: committed keys and values; length is text length - 1 or - 2.
+      open: this round's block and chain, between `propose` and `observe`.
+    """
+
+    cache: Any
+    open: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallModel:
+    """A chain of ``gamma`` tokens from a small model.
+
+    Attributes:
+      model: the draft; ``params.draft`` are its parameters. An encoder-decoder reads the prompt
+        with its own encoder.
+      gamma: tokens per round, at least 1.
+    """
+
+    model: Model
+    gamma: int = 5
+
+    taps = ()
+
+    def __post_init__(self):
+        if self.gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {self.gamma}; decode plainly for 0")
+
+    @property
+    def depth(self) -> int:
+        return self.gamma
+
+    nodes = depth
+
+    @property
+    def reach(self) -> int:
+        """Slots past the target's: the first block is two tokens wide."""
+        return 2
+
+    def init(self, params: Params, prefilled: Prefilled, slots: int) -> DraftState:
+        cache = self.model.prefill(params.draft, prefilled.prompt, slots).cache
+        return DraftState(cache, self.model.open(prefilled.text.length.shape[0], self.gamma + 1))
+
+    def propose(
+        self,
+        params: Params,
+        state: DraftState,
+        text: Text,
+        sampling: Sampling,
+        keys: Key[Array, "B"],
+    ) -> tuple[TokenTree, DraftState]:
+        """Drafts a chain. Open slot 0 holds the token before the root, slot 1 the root, then drafts.
+
+        The cache lacks the root, and after a fully accepted round also the token before it. Both
+        are read in one block; where the first is cached already, its open slot is masked.
+        """
+        u = laws.uniform(laws.fold(keys, DRAFT), self.gamma)
+        lag = text.length - state.cache.length
+        read = self.model.extend(params.draft, state.cache, _first_block(text, lag, self.gamma))
+        token, log_q = _sample(read.logits[:, 1:], sampling, u[:, 0])
+
+        def step(carry, inputs):
+            open, token = carry
+            i, u_i = inputs
+            block = _next_block(token, lag, i, self.gamma)
+            read = self.model.extend(params.draft, state.cache, block, open, i + 2)
+            token, log_q = _sample(read.logits, sampling, u_i)
+            return (read.open, token), (token, log_q)
+
+        steps = jnp.arange(self.gamma - 1, dtype=jnp.int32)
+        (open, _), (more, log_qs) = lax.scan(step, (read.open, token), (steps, u[:, 1:].T))
+        tokens = jnp.concatenate([token[:, None], more.T], axis=1)
+        log_q = jnp.concatenate([log_q[:, None], log_qs.transpose(1, 0, 2)], axis=1)
+        return tree.chain(tokens, jnp.ones_like(tokens, bool), log_q), DraftState(state.cache, open)
+
+    def observe(self, params: Params, state: DraftState, outcome: Outcome) -> DraftState:
+        """Commits what the block read and what of the chain was accepted.
+
+        After the round the cache lacks the newest token; the last draft was never read, so after
+        full acceptance it lacks one more.
+        """
+        del params
+        old = outcome.text.length - outcome.count
+        lag = old - state.cache.length
+        read = jnp.minimum(lag - 1 + outcome.count, lag + self.gamma - 1)
+        count = jnp.where(outcome.count > 0, read, 0)
+        slots = jnp.arange(self.gamma + 1, dtype=jnp.int32)[None]
+        keep = jnp.minimum(slots + (2 - lag)[:, None], self.gamma)
+        return state._replace(cache=self.model.commit(state.cache, state.open, keep, count))
+
+    def rewind(self, state: DraftState, length: Int[Array, "B"]) -> DraftState:
+        return state._replace(cache=self.model.rewind(state.cache, length - 1))
+
+
+def _first_block(text: Text, lag: Int[Array, "B"], gamma: int) -> Block:
+    """The two newest tokens; the older one is seen only where the cache lacks it (lag 2)."""
+    index = text.length[:, None] - jnp.array([[2, 1]], jnp.int32)
+    tokens = jnp.take_along_axis(text.tokens, jnp.maximum(index, 0), axis=1)
+    depth = lag[:, None] - jnp.array([[2, 1]], jnp.int32)
+    own = jnp.asarray(np.eye(2, gamma + 1, dtype=bool))[None]
+    older = jnp.zeros_like(own).at[:, 1, 0].set(True)
+    return Block(tokens, depth, own | (older & (lag == 2)[:, None, None]))
+
+
+def _next_block(token: Int[Array, "B"], lag: Int[Array, "B"], i: Array, gamma: int) -> Block:
+    """Draft i, which sees the root (slot 1), the drafts before it and itself."""
+    slots = jnp.arange(gamma + 1, dtype=jnp.int32)[None, None]
+    lacking = (lag == 2)[:, None, None]
+    mask = (slots <= i + 2) & ((slots >= 1) | lacking)
+    return Block(token[:, None], (lag + i)[:, None], mask)
+
+
+def _sample(logits: Array, sampling: Sampling, u: Array) -> tuple[Array, Array]:
+    log_q = laws.log_law(logits, sampling)[:, 0]
+    return laws.draw(log_q, u.astype(log_q.dtype)), log_q

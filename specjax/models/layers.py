@@ -1,0 +1,168 @@
+"""Layers shared by all model families, as free functions on arrays.
+
+Axis letters: B rows, M block tokens, S cache slots, W open slots, H heads, D head size,
+K inputs and N outputs of a projection, V vocabulary, R rows of a matrix product.
+
+Weights are stored ``[out, in]`` (the leaf is called ``weight``, as in PyTorch; T5X's ``kernel`` is
+its transpose), so that one output is one contiguous row: the layout the CPU form below streams.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+# Row counts for which XLA's CPU dot packs the whole weight matrix again at each call. Measured by
+# scripts/bench_linear.py; below and above these the dot is the faster form.
+FUSED_ROWS = range(2, 17)
+
+
+def linear(x: Float[Array, "*rows K"], weight: Float[Array, "N K"], dtype=None) -> Array:
+    """Projects the last axis: ``x @ weight.T``.
+
+    On a CPU, 2 to 16 rows are multiplied and summed in one fused loop over the weight matrix, which
+    then is read once; everywhere else, and for all other row counts, this is ``dot_general``. The
+    platform is decided when the program is lowered, never by the default backend, so that a TPU
+    program lowered from a CPU process holds the dot.
+
+    Args:
+      x: activations ``[..., K]``.
+      weight: ``[N, K]``.
+      dtype: type of the result (and of the accumulation); ``x.dtype`` by default.
+
+    Returns:
+      ``[..., N]``.
+    """
+    dtype = dtype or x.dtype
+    weight = weight.astype(x.dtype)
+    rows = math.prod(x.shape[:-1])
+    if rows in FUSED_ROWS:
+        return lax.platform_dependent(
+            x, weight, cpu=lambda x, w: _fused(x, w, dtype), default=lambda x, w: _dot(x, w, dtype)
+        )
+    return _dot(x, weight, dtype)
+
+
+def _dot(x: Array, weight: Array, dtype) -> Array:
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, contract, preferred_element_type=dtype)
+
+
+def _fused(x: Array, weight: Array, dtype) -> Array:
+    # The barrier ties the weights to the activations: otherwise XLA sees a loop-invariant broadcast of
+    # the weights, hoists it out of the decode loop and reads rows times as many bytes in each step.
+    x, weight = lax.optimization_barrier((x, weight))
+    flat = x.reshape(-1, x.shape[-1]).astype(dtype)
+    rows = flat.shape[0]
+    padded = jnp.pad(flat, ((0, -rows % 8), (0, 0)))  # whole vector registers
+    product = (weight.astype(dtype)[:, :, None] * padded.T[None]).sum(1)
+    return product[:, :rows].T.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def rms_norm(x: Float[Array, "*rows K"], scale: Float[Array, "K"], eps: float) -> Array:
+    """Root-mean-square norm without mean or bias, in at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scale = scale.astype(wide.dtype)
+    return (normed * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+def split_heads(x: Float[Array, "B M HD"], heads: int) -> Float[Array, "B H M D"]:
+    return x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+
+
+def join_heads(x: Float[Array, "B H M D"]) -> Float[Array, "B M HD"]:
+    x = x.transpose(0, 2, 1, 3)
+    return x.reshape(*x.shape[:2], -1)
+
+
+def attend(
+    query: Float[Array, "B H M D"],
+    sources: list[tuple[Array, Array, Array]],
+) -> Float[Array, "B H M D"]:
+    """Attention with one softmax over several key/value sources, e.g. the cache and open slots.
+
+    No 1/sqrt(D): T5 folds it into the query's initialisation, other models scale the query.
+
+    Args:
+      query: ``[B, H, M, D]``.
+      sources: (key ``[B, H, S, D]``, value ``[B, H, S, D]``, bias ``[B or 1, H or 1, M or 1, S]``);
+        the bias holds -inf where the source may not be read.
+
+    Returns:
+      ``[B, H, M, D]`` in the query's type; the softmax is in at least float32.
+    """
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = [
+        jnp.einsum("bhmd,bhsd->bhms", query, key, preferred_element_type=wide) + bias.astype(wide)
+        for key, _, bias in sources
+    ]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(query.dtype)
+    edges = np.cumsum([key.shape[2] for key, _, _ in sources])[:-1]
+    parts = jnp.split(weights, edges, axis=-1)
+    out = [
+        jnp.einsum("bhms,bhsd->bhmd", part, value)
+        for part, (_, value, _) in zip(parts, sources, strict=True)
+    ]
+    return sum(out[1:], out[0])
+
+
+def mask_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """0 where the mask holds, -inf elsewhere."""
+    return jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32)
+
+
+def bucket_edges(buckets: int, max_distance: int) -> np.ndarray:
+    """Smallest distance of each relative-position bucket above the exact ones.
+
+    T5 spaces them logarithmically. Comparing integers with these edges gives T5's buckets on every
+    platform, where a float32 logarithm may round an edge either way.
+
+    Returns:
+      int32 ``[buckets - buckets // 2]``; bucket ``buckets // 2 + i`` starts at ``edges[i]``.
+    """
+    exact = buckets // 2
+    distance = np.arange(1, max_distance + 1, dtype=np.float32)
+    ratio = np.log(distance / exact + np.finfo(np.float32).eps) / np.log(max_distance / exact)
+    bucket = np.minimum(exact + (ratio * (buckets - exact)).astype(np.int32), buckets - 1)
+    bucket = np.where(distance < exact, distance, bucket)
+    return np.array([distance[bucket >= b][0] for b in range(exact, buckets)], np.int32)
+
+
+def relative_buckets(
+    relative: Int[Array, "*shape"], buckets: int, max_distance: int, bidirectional: bool
+) -> Int[Array, "*shape"]:
+    """T5's bucket of a relative position (key position minus query position).
+
+    References:
+      Raffel et al. 2020 (1910.10683), section 2.1; T5X ``relative_position_bucket``.
+    """
+    offset = jnp.zeros_like(relative)
+    if bidirectional:
+        buckets //= 2
+        offset = jnp.where(relative > 0, buckets, 0).astype(relative.dtype)
+        distance = jnp.abs(relative)
+    else:
+        distance = jnp.maximum(-relative, 0)
+    edges = jnp.asarray(bucket_edges(buckets, max_distance), relative.dtype)
+    exact = buckets // 2
+    far = (distance[..., None] >= jnp.expand_dims(edges, range(relative.ndim))).sum(
+        -1, dtype=relative.dtype
+    )
+    return offset + jnp.where(distance < exact, distance, exact - 1 + far)
+
+
+def relative_bias(
+    embedding: Float[Array, "H buckets"],
+    relative: Int[Array, "X M S"],
+    max_distance: int,
+    bidirectional: bool,
+) -> Float[Array, "X H M S"]:
+    """Attention bias of relative positions; a one-hot product, since TPUs gather scalars slowly."""
+    count = embedding.shape[1]
+    bucket = relative_buckets(relative, count, max_distance, bidirectional)
+    hot = jax.nn.one_hot(bucket, count, dtype=embedding.dtype)
+    return jnp.einsum("xmsk,hk->xhms", hot, embedding)

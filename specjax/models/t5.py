@@ -1,0 +1,362 @@
+"""T5 v1.0 and v1.1 as a decoding target, a draft model and a trainable network.
+
+The encoder runs once and its keys and values for cross-attention are computed once; the decoder
+reads blocks of any length against a ragged cache. Relative-position bias comes from positions
+(cache slots, open positions), so it is right inside trees too.
+
+References:
+  Raffel et al. 2020 (1910.10683); Shazeer 2020 (2002.05202) for the gated feed-forward of v1.1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.nn import initializers
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from specjax.decode.interfaces import Block, Extended, Open, Prefilled, Prompt, Text
+from specjax.models import cache as caches
+from specjax.models import layers
+from specjax.models.cache import Cache
+
+ACTIVATIONS = {
+    "linear": lambda x: x,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """Sizes and variants.
+
+    Attributes:
+      vocab_size: rows of the embedding table (T5X pads it: 32128 for 32100 used).
+      emb_dim: width d of the residual stream.
+      num_heads, head_dim: attention; their product need not be ``emb_dim``.
+      mlp_dim: width of the feed-forward layer.
+      num_encoder_layers, num_decoder_layers: depths.
+      mlp_activations: ("gelu", "linear") for v1.1, ("relu",) for v1.0.
+      logits_via_embedding: tied output layer with the factor d^-1/2 (v1.0).
+      shared_relative_bias: one bias per stack (T5), or one per layer (scanned T5X, umT5).
+      relative_buckets, max_distance: relative-position buckets.
+      dtype: activations and K/V. Logits are float32 at least.
+    """
+
+    vocab_size: int = 32128
+    emb_dim: int = 512
+    num_heads: int = 6
+    head_dim: int = 64
+    mlp_dim: int = 1024
+    num_encoder_layers: int = 8
+    num_decoder_layers: int = 8
+    mlp_activations: tuple[str, ...] = ("gelu", "linear")
+    logits_via_embedding: bool = False
+    shared_relative_bias: bool = True
+    relative_buckets: int = 32
+    max_distance: int = 128
+    norm_eps: float = 1e-6
+    dtype: str = "float32"
+    eos_id: int = 1
+
+    def __post_init__(self):
+        object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+        unknown = set(self.mlp_activations) - set(ACTIVATIONS)
+        if unknown:
+            raise ValueError(f"unknown activations {sorted(unknown)}; known: {sorted(ACTIVATIONS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class T5:
+    """T5 behind the `Model` protocol. Static: parameters are passed in."""
+
+    config: T5Config = T5Config()
+
+    start_id = 0
+    pad_id = 0
+
+    @property
+    def eos_id(self) -> int:
+        return self.config.eos_id
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    # Parameters.
+
+    def init(self, key: Key[Array, ""]) -> PyTree:
+        """Random parameters, scaled as T5X does (queries by d^-1/2 D^-1/2, so no 1/sqrt(D) later)."""
+        spec, treedef = jax.tree.flatten(parameter_table(self.config), is_leaf=_is_leaf)
+        keys = jax.random.split(key, len(spec))
+        make = lambda leaf, key: leaf[2](key, leaf[0], jnp.float32)  # noqa: E731
+        return treedef.unflatten([make(leaf, k) for leaf, k in zip(spec, keys, strict=True)])
+
+    def abstract(self, dtype=jnp.float32) -> PyTree[jax.ShapeDtypeStruct]:
+        table = parameter_table(self.config)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x[0], dtype), table, is_leaf=_is_leaf)
+
+    def logical_axes(self) -> PyTree[tuple[str, ...]]:
+        return jax.tree.map(lambda leaf: leaf[1], parameter_table(self.config), is_leaf=_is_leaf)
+
+    # Decoding.
+
+    def prefill(self, params: PyTree, prompt: Prompt, slots: int, *, taps=()) -> Prefilled:
+        """Runs the encoder and prepares cross-attention; the text is the start token alone."""
+        del taps  # the first round has no decoder state yet
+        config, batch = self.config, prompt.tokens.shape[0]
+        mask = jnp.arange(prompt.tokens.shape[1])[None] < prompt.length[:, None]
+        encoded = encode(config, params, prompt.tokens, mask)
+        cross = tuple(cross_kv(config, layer, encoded) for layer in _stack(params["decoder"]))
+        shape = (batch, config.num_heads, slots, config.head_dim)
+        kv = caches.empty_kv(config.num_decoder_layers, shape, config.dtype)
+        cache = Cache(kv, jnp.zeros(batch, jnp.int32), cross, mask)
+        text = Text(jnp.full((batch, slots), self.start_id, jnp.int32), jnp.ones(batch, jnp.int32))
+        return Prefilled(cache, text, {}, prompt)
+
+    def open(self, batch: int, width: int) -> Open:
+        config = self.config
+        shape = (batch, config.num_heads, width, config.head_dim)
+        kv = caches.empty_kv(config.num_decoder_layers, shape, config.dtype)
+        return Open(kv, jnp.zeros((batch, width), jnp.int32))
+
+    def extend(
+        self, params: PyTree, cache: Cache, block: Block, open: Open | None = None, at=0, *, taps=()
+    ) -> Extended:
+        """Reads ``block`` behind the cache. See `Model.extend`."""
+        config = self.config
+        if open is None:
+            open = self.open(*block.mask.shape[::2])
+        position = cache.length[:, None] + block.depth
+        at = jnp.asarray(at, jnp.int32)
+        open_position = jax.lax.dynamic_update_slice(
+            open.position, position, (jnp.zeros((), jnp.int32), at)
+        )
+        bias = _decoder_biases(config, params["decoder"], cache, block, position, open_position)
+        cross_bias = layers.mask_bias(cache.cross_mask)[:, None, None]
+        x = embed(config, params, block.tokens)
+        seen, kv = {}, []
+        for i, layer in enumerate(_stack(params["decoder"])):
+            seen[f"layer_{i}"] = x
+            fresh = open.kv[i]
+
+            def self_attend(query, key, value, i=i):
+                nonlocal fresh
+                fresh = tuple(
+                    caches.write_open(o, n, at) for o, n in zip(fresh, (key, value), strict=True)
+                )
+                cached, opened = bias[i]
+                return layers.attend(query, [(*cache.kv[i], cached), (*fresh, opened)])
+
+            x = decoder_layer(config, layer, x, self_attend, (*cache.cross[i], cross_bias))
+            kv.append(fresh)
+        seen["last"] = x
+        x = layers.rms_norm(x, params["decoder"]["decoder_norm"]["scale"], config.norm_eps)
+        seen["final"] = x
+        logits = project_logits(config, params, x)
+        return Extended(logits, {name: seen[name] for name in taps}, Open(tuple(kv), open_position))
+
+    def commit(self, cache: Cache, open: Open, keep, count) -> Cache:
+        return caches.commit(cache, open, keep, count)
+
+    def rewind(self, cache: Cache, length) -> Cache:
+        return caches.rewind(cache, length)
+
+    # Training.
+
+    def forward(
+        self,
+        params: PyTree,
+        inputs: Int[Array, "B L"],
+        input_mask: Bool[Array, "B L"],
+        decoder_inputs: Int[Array, "B T"],
+    ) -> Float[Array, "B T V"]:
+        """Teacher-forced logits of every decoder position; ``decoder_inputs`` begin with start."""
+        config = self.config
+        encoded = encode(config, params, inputs, input_mask)
+        cross_bias = layers.mask_bias(input_mask)[:, None, None]
+        steps = jnp.arange(decoder_inputs.shape[1], dtype=jnp.int32)
+        relative = (steps[None] - steps[:, None])[None]
+        causal = layers.mask_bias(relative <= 0)[:, None]
+        x = embed(config, params, decoder_inputs)
+        stack = params["decoder"]
+        for layer in _stack(stack):
+            bias = _bias(config, stack, layer, relative, bidirectional=False) + causal
+            self_attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)])  # noqa: E731
+            cross = (*cross_kv(config, layer, encoded), cross_bias)
+            x = decoder_layer(config, layer, x, self_attend, cross)
+        x = layers.rms_norm(x, stack["decoder_norm"]["scale"], config.norm_eps)
+        return project_logits(config, params, x)
+
+
+def encode(
+    config: T5Config, params: PyTree, tokens: Int[Array, "B L"], mask: Bool[Array, "B L"]
+) -> Float[Array, "B L d"]:
+    """The encoder's output, normed."""
+    stack = params["encoder"]
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    relative = (steps[None] - steps[:, None])[None]
+    padding = layers.mask_bias(mask)[:, None, None]
+    x = embed(config, params, tokens)
+    for layer in _stack(stack):
+        bias = _bias(config, stack, layer, relative, bidirectional=True) + padding
+        y = layers.rms_norm(x, layer["pre_attention_layer_norm"]["scale"], config.norm_eps)
+        attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)])  # noqa: E731
+        x = x + self_attention(config, layer["attention"], y, attend)
+        x = x + feed_forward(config, layer, x)
+    return layers.rms_norm(x, stack["encoder_norm"]["scale"], config.norm_eps)
+
+
+def decoder_layer(
+    config: T5Config, layer: PyTree, x: Float[Array, "B M d"], self_attend: Callable, cross: tuple
+) -> Float[Array, "B M d"]:
+    """Self-attention (as the caller arranges it), cross-attention, feed-forward."""
+    y = layers.rms_norm(x, layer["pre_self_attention_layer_norm"]["scale"], config.norm_eps)
+    x = x + self_attention(config, layer["self_attention"], y, self_attend)
+    y = layers.rms_norm(x, layer["pre_cross_attention_layer_norm"]["scale"], config.norm_eps)
+    weights = layer["encoder_decoder_attention"]
+    query = layers.split_heads(layers.linear(y, weights["query"]["weight"]), config.num_heads)
+    read = layers.join_heads(layers.attend(query, [cross]))
+    x = x + layers.linear(read, weights["out"]["weight"])
+    return x + feed_forward(config, layer, x)
+
+
+def self_attention(config: T5Config, weights: PyTree, y: Array, attend: Callable) -> Array:
+    query, key, value = (
+        layers.split_heads(layers.linear(y, weights[name]["weight"]), config.num_heads)
+        for name in ("query", "key", "value")
+    )
+    return layers.linear(layers.join_heads(attend(query, key, value)), weights["out"]["weight"])
+
+
+def cross_kv(config: T5Config, layer: PyTree, encoded: Float[Array, "B L d"]) -> tuple:
+    """Keys and values of the encoder's output for one decoder layer, ``[B, H, L, D]`` each."""
+    weights = layer["encoder_decoder_attention"]
+    return tuple(
+        layers.split_heads(layers.linear(encoded, weights[name]["weight"]), config.num_heads)
+        for name in ("key", "value")
+    )
+
+
+def feed_forward(config: T5Config, layer: PyTree, x: Float[Array, "B M d"]) -> Array:
+    """Normed, gated feed-forward layer (without the residual)."""
+    y = layers.rms_norm(x, layer["pre_mlp_layer_norm"]["scale"], config.norm_eps)
+    weights, names = layer["mlp"], _mlp_inputs(config)
+    hidden = [
+        ACTIVATIONS[activation](layers.linear(y, weights[name]["weight"]))
+        for name, activation in zip(names, config.mlp_activations, strict=True)
+    ]
+    return layers.linear(math.prod(hidden[1:], start=hidden[0]), weights["wo"]["weight"])
+
+
+def embed(config: T5Config, params: PyTree, tokens: Int[Array, "B M"]) -> Float[Array, "B M d"]:
+    return params["token_embedder"]["embedding"].astype(config.dtype)[tokens]
+
+
+def project_logits(config: T5Config, params: PyTree, x: Float[Array, "B M d"]) -> Array:
+    """Logits in float32 at least; through the embedding, scaled by d^-1/2, where it is tied."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if config.logits_via_embedding:
+        x = x * jnp.asarray(config.emb_dim**-0.5, x.dtype)
+        return layers.linear(x, params["token_embedder"]["embedding"], wide)
+    return layers.linear(x, params["decoder"]["logits_dense"]["weight"], wide)
+
+
+def _stack(stack: PyTree) -> list[PyTree]:
+    return [stack[f"layers_{i}"] for i in range(sum(name.startswith("layers_") for name in stack))]
+
+
+def _bias(config, stack, layer, relative: Int[Array, "X M S"], bidirectional: bool) -> Array:
+    owner = stack if config.shared_relative_bias else layer
+    embedding = owner["relpos_bias"]["rel_embedding"]
+    return layers.relative_bias(embedding, relative, config.max_distance, bidirectional)
+
+
+def _decoder_biases(config, stack, cache, block, position, open_position) -> list[tuple]:
+    """Per decoder layer the bias towards the cache's slots and towards the open slots."""
+    slots = jnp.arange(cache.kv[0][0].shape[2], dtype=jnp.int32)
+    cached = layers.mask_bias(slots[None] < cache.length[:, None])[:, None, None]
+    opened = layers.mask_bias(block.mask)[:, None]
+    to_cache = slots[None, None] - position[:, :, None]
+    to_open = open_position[:, None] - position[:, :, None]
+
+    def of(layer) -> tuple:
+        return (
+            _bias(config, stack, layer, to_cache, bidirectional=False) + cached,
+            _bias(config, stack, layer, to_open, bidirectional=False) + opened,
+        )
+
+    decoder = _stack(stack)
+    if config.shared_relative_bias:
+        return [of(None)] * len(decoder)
+    return [of(layer) for layer in decoder]
+
+
+def _mlp_inputs(config: T5Config) -> list[str]:
+    """T5X's names: ``wi`` for one activation, ``wi_0``, ``wi_1`` for a gated layer."""
+    count = len(config.mlp_activations)
+    return ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
+
+
+def _is_leaf(node) -> bool:
+    return isinstance(node, tuple)
+
+
+def parameter_table(config: T5Config) -> PyTree[tuple]:
+    """(shape, logical axes, initializer) of every parameter, under T5X's names."""
+    c = config
+    joined = c.num_heads * c.head_dim
+    fan_in = initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=0)
+    query = initializers.variance_scaling(
+        1.0 / c.head_dim, "fan_in", "truncated_normal", in_axis=1, out_axis=0
+    )
+    # T5X initialises embeddings with deviation 1.0
+    unit, ones = initializers.normal(1.0), initializers.ones
+
+    def weight(out, out_axis, inp, in_axis, init=fan_in):
+        return {"weight": ((out, inp), (out_axis, in_axis), init)}
+
+    def attention():
+        project = {n: weight(joined, "joined_kv", c.emb_dim, "embed") for n in ("key", "value")}
+        project["query"] = weight(joined, "joined_kv", c.emb_dim, "embed", query)
+        return project | {"out": weight(c.emb_dim, "embed", joined, "joined_kv")}
+
+    def norm():
+        return {"scale": ((c.emb_dim,), ("embed",), ones)}
+
+    def relpos():
+        shape = (c.num_heads, c.relative_buckets)
+        scale = initializers.variance_scaling(1.0, "fan_avg", "uniform")
+        return {"rel_embedding": (shape, ("heads", "relpos_buckets"), scale)}
+
+    def layer(attentions: dict[str, str]):
+        out = {name: attention() for name in attentions}
+        out |= {f"pre_{norm_name}": norm() for norm_name in (*attentions.values(), "mlp_layer_norm")}
+        out["mlp"] = {n: weight(c.mlp_dim, "mlp", c.emb_dim, "embed") for n in _mlp_inputs(c)}
+        out["mlp"]["wo"] = weight(c.emb_dim, "embed", c.mlp_dim, "mlp")
+        return out if c.shared_relative_bias else out | {"relpos_bias": relpos()}
+
+    def stack(depth: int, attentions: dict[str, str]):
+        out = {f"layers_{i}": layer(attentions) for i in range(depth)}
+        return out | {"relpos_bias": relpos()} if c.shared_relative_bias else out
+
+    encoder = stack(c.num_encoder_layers, {"attention": "attention_layer_norm"})
+    decoder = stack(
+        c.num_decoder_layers,
+        {
+            "self_attention": "self_attention_layer_norm",
+            "encoder_decoder_attention": "cross_attention_layer_norm",
+        },
+    )
+    encoder["encoder_norm"], decoder["decoder_norm"] = norm(), norm()
+    if not c.logits_via_embedding:
+        decoder["logits_dense"] = weight(c.vocab_size, "vocab", c.emb_dim, "embed")
+    embedding = ((c.vocab_size, c.emb_dim), ("vocab", "embed"), unit)
+    return {
+        "token_embedder": {"embedding": embedding},
+        "encoder": encoder,
+        "decoder": decoder,
+    }

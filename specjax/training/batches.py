@@ -1,0 +1,163 @@
+"""Batches from token arrays: length buckets, and an order that is a function of the position.
+
+Nothing here keeps state: the batch at a position follows from (seed, position), so a resumed run
+reads exactly what an uninterrupted one would have read.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPairs:
+    """Input and target token sequences, each ending with EOS.
+
+    Attributes:
+      inputs, targets: int32 sequences; the two have equal counts.
+    """
+
+    inputs: Sequence[np.ndarray]
+    targets: Sequence[np.ndarray]
+
+    def __post_init__(self):
+        if len(self.inputs) != len(self.targets):
+            raise ValueError(f"{len(self.inputs)} inputs but {len(self.targets)} targets")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __add__(self, other: "TokenPairs") -> "TokenPairs":
+        return TokenPairs([*self.inputs, *other.inputs], [*self.targets, *other.targets])
+
+    def __mul__(self, times: int) -> "TokenPairs":
+        return TokenPairs(list(self.inputs) * times, list(self.targets) * times)
+
+    def cut(self, limit: int | None) -> "TokenPairs":
+        """Inputs of at most ``limit`` tokens; a cut one keeps its EOS."""
+        if limit is None:
+            return self
+        cut = [x if len(x) <= limit else np.append(x[: limit - 1], x[-1]) for x in self.inputs]
+        return TokenPairs(cut, self.targets)
+
+
+def load_pairs(path: str) -> TokenPairs:
+    """Reads an ``.npz`` of flat arrays with offsets, as scripts/build_debian.py writes them."""
+    file = pathlib.Path(path).expanduser()
+    if not file.exists():
+        raise ValueError(f"no token arrays at {file}; build them with scripts/build_debian.py")
+    with np.load(file) as data:
+        return TokenPairs(
+            *(np.split(data[name], data[f"{name}_offsets"][1:-1]) for name in ("inputs", "targets"))
+        )
+
+
+def save_pairs(path: str, pairs: TokenPairs) -> None:
+    """Writes what `load_pairs` reads."""
+    arrays = {}
+    for name in ("inputs", "targets"):
+        sequences = getattr(pairs, name)
+        arrays[name] = np.concatenate(sequences).astype(np.int32)
+        arrays[f"{name}_offsets"] = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
+    np.savez_compressed(path, **arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seq2SeqBatches:
+    """Padded batches of input/target pairs, grouped by length.
+
+    Attributes:
+      files: ``.npz`` files of token arrays.
+      weights: how often each file is read per epoch (1 each by default).
+      shapes: (input length, target length) of the buckets, cheapest first; an example goes to the
+        first that holds it. Each shape is one compiled program.
+      tokens: padded tokens per batch (inputs and targets together), which sets each bucket's rows.
+      input_limits: per file, cut longer inputs to this length (keeping EOS); None cuts nothing, and
+        what fits no bucket is left out.
+      seed: order of the epochs.
+    """
+
+    files: tuple[str, ...]
+    weights: tuple[int, ...] | None = None
+    shapes: tuple[tuple[int, int], ...] = (
+        (32, 16),
+        (64, 16),
+        (64, 32),
+        (64, 64),
+        (128, 128),
+    )
+    tokens: int = 2560
+    input_limits: tuple[int, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "files", tuple(self.files))
+        object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
+        for name, default in (("weights", 1), ("input_limits", None)):
+            values = tuple(getattr(self, name) or (default,) * len(self.files))
+            if len(values) != len(self.files):
+                raise ValueError(f"{len(self.files)} files but {len(values)} {name}")
+            object.__setattr__(self, name, values)
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return len(self._epoch(0))
+
+    def __getitem__(self, position: int) -> dict[str, np.ndarray]:
+        """The batch at a position (any non-negative integer; epochs follow one another)."""
+        epoch, index = divmod(position, len(self))
+        shape, members = self._epoch(epoch)[index]
+        return self._pad(shape, members)
+
+    @functools.cached_property
+    def pairs(self) -> TokenPairs:
+        options = zip(self.files, self.weights, self.input_limits, strict=True)
+        loaded = [load_pairs(file).cut(limit) * weight for file, weight, limit in options]
+        return functools.reduce(lambda a, b: a + b, loaded)
+
+    @functools.cached_property
+    def _buckets(self) -> dict[tuple[int, int], np.ndarray]:
+        lengths = np.array([list(map(len, self.pairs.inputs)), list(map(len, self.pairs.targets))])
+        fits = np.array([(lengths <= np.array(s)[:, None]).all(0) for s in self.shapes])
+        first = np.where(fits.any(0), fits.argmax(0), -1)
+        return {shape: np.flatnonzero(first == i) for i, shape in enumerate(self.shapes)}
+
+    def _epoch(self, epoch: int) -> list[tuple[tuple[int, int], np.ndarray]]:
+        return _epoch(self, epoch)
+
+    def rows(self, shape: tuple[int, int]) -> int:
+        return max(1, self.tokens // sum(shape))
+
+    def _pad(self, shape: tuple[int, int], members: np.ndarray) -> dict[str, np.ndarray]:
+        inputs = np.zeros((self.rows(shape), shape[0]), np.int32)
+        targets = np.zeros((self.rows(shape), shape[1]), np.int32)
+        weights = np.zeros(targets.shape, np.float32)
+        mask = np.zeros(inputs.shape, bool)
+        mask[:, 0] = True  # a softmax over nothing would be NaN; padding rows weigh nothing
+        for row, member in enumerate(members):
+            source, target = self.pairs.inputs[member], self.pairs.targets[member]
+            inputs[row, : len(source)], mask[row, : len(source)] = source, True
+            targets[row, : len(target)], weights[row, : len(target)] = target, 1.0
+        start = np.zeros((len(targets), 1), np.int32)
+        return {
+            "inputs": inputs,
+            "input_mask": mask,
+            "decoder_inputs": np.concatenate([start, targets[:, :-1]], axis=1),
+            "targets": targets,
+            "weights": weights,
+        }
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch(source: Seq2SeqBatches, epoch: int) -> list[tuple[tuple[int, int], np.ndarray]]:
+    """The epoch's batches: members shuffled within buckets, then batches shuffled."""
+    rng = np.random.default_rng((source.seed, epoch))
+    batches = []
+    for shape, members in source._buckets.items():
+        shuffled = rng.permutation(members)
+        rows = source.rows(shape)
+        batches += [(shape, shuffled[i : i + rows]) for i in range(0, len(shuffled), rows)]
+    return [batches[i] for i in rng.permutation(len(batches))]

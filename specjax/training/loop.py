@@ -1,0 +1,285 @@
+"""The one training loop: a recipe is a loss, data is anything indexed by position.
+
+A run continues where it stopped, bit for bit: parameters, optimizer state, step, key and data
+position are saved together, and a batch is a function of its position.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import signal
+import time
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Int, Key, PyTree
+from rich import progress as rich_progress
+
+
+class Recipe(Protocol):
+    """What is trained, and on which loss."""
+
+    def init(self, key: Key[Array, ""]) -> PyTree:
+        """Parameters to start from."""
+        ...
+
+    def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
+        """(summed loss, sums to report: at least ``tokens``, by which the others are divided)."""
+        ...
+
+
+class Batches(Protocol):
+    """Batches by position; the same position always gives the same batch."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, position: int) -> dict[str, np.ndarray]: ...
+
+
+class TrainState(NamedTuple):
+    """Everything a run needs to go on.
+
+    Attributes:
+      params: parameters.
+      optimizer: the optimizer's state.
+      step: int32, steps done, which is also the data position.
+      key: raw key data; folded with the step for each batch.
+    """
+
+    params: PyTree
+    optimizer: PyTree
+    step: Int[Array, ""]
+    key: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, constant, linear decay to zero over the last ``decay`` steps."""
+
+    peak: float = 1e-3
+    warmup: int = 200
+    steps: int = 10_000
+    decay: int = 2_000
+
+    def __call__(self, step):
+        up = (step + 1) / max(self.warmup, 1)
+        down = (self.steps - step) / max(self.decay, 1)
+        return self.peak * jnp.clip(jnp.minimum(up, down), 0.0, 1.0)
+
+
+def adamw(schedule: Schedule, weight_decay: float = 0.0, clip: float = 1.0):
+    """AdamW with gradient clipping by global norm; second-moment decay for short runs."""
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=weight_decay),
+    )
+
+
+def train(
+    recipe: Recipe,
+    batches: Batches,
+    output_dir: str,
+    schedule: Schedule = Schedule(),
+    validation: Mapping[str, Batches] | None = None,
+    seed: int = 0,
+    weight_decay: float = 0.0,
+    checkpoint_period: int = 200,
+    evaluation_period: int = 400,
+    log_period: int = 20,
+    initial_params: PyTree | None = None,
+) -> TrainState:
+    """Trains to ``schedule.steps``, or until SIGTERM, which saves and returns.
+
+    Writes Orbax checkpoints under ``output_dir/checkpoints``, one JSON line per report to
+    ``metrics.jsonl`` and TensorBoard scalars beside it. A run found in ``output_dir`` is continued.
+
+    Args:
+      recipe: loss and initial parameters.
+      batches: training data.
+      output_dir: where the run lives.
+      schedule: learning rate over steps.
+      validation: name to data; all batches of each are read at every evaluation.
+      seed: initial parameters and noise.
+      weight_decay: decoupled weight decay.
+      checkpoint_period, evaluation_period, log_period: in steps.
+      initial_params: start from these instead of ``recipe.init``.
+
+    Returns:
+      The last state.
+    """
+    folder = pathlib.Path(output_dir).expanduser().resolve()
+    optimizer = adamw(schedule, weight_decay)
+    with ocp.CheckpointManager(folder / "checkpoints", options=_options()) as manager:
+        state = _start(recipe, optimizer, manager, seed, initial_params)
+        run_step = make_step(recipe, optimizer)
+        evaluate = make_evaluation(recipe, validation or {})
+        with _Log(folder) as log, _stop_signal() as stopped, _progress() as bar:
+            task = bar.add_task("training", total=schedule.steps, completed=int(state.step), loss="")
+            sums, since = {}, time.perf_counter()
+            for step in range(int(state.step), schedule.steps):
+                state, seen = run_step(state, batches[step])
+                sums = seen if not sums else jax.tree.map(jnp.add, sums, seen)
+                done = step + 1
+                if done % log_period == 0:
+                    report = averages(sums)
+                    report["tokens_per_second"] = report.pop("tokens") / (time.perf_counter() - since)
+                    log.write(done, "train", report)
+                    bar.update(task, loss=f"loss {report['loss']:.3f}")
+                    sums, since = {}, time.perf_counter()
+                if done % evaluation_period == 0 or done == schedule.steps:
+                    for name, report in evaluate(state.params).items():
+                        log.write(done, name, report)
+                    since = time.perf_counter()
+                bar.update(task, completed=done)
+                if done % checkpoint_period == 0 or done == schedule.steps or stopped():
+                    save(manager, state)
+                if stopped():
+                    break
+    return state
+
+
+def make_step(recipe: Recipe, optimizer: optax.GradientTransformation):
+    """One jitted update; the state is donated."""
+
+    def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+        def mean_loss(params):
+            total, sums = recipe.loss(params, batch, key)
+            return total / jnp.maximum(sums["tokens"], 1.0), sums
+
+        grads, sums = jax.grad(mean_loss, has_aux=True)(state.params)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, optimizer_state, state.step + 1, state.key), sums
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_evaluation(recipe: Recipe, data: Mapping[str, Batches]):
+    """Returns ``evaluate(params) -> {name: averages}`` over all batches of each data set."""
+    loss = jax.jit(lambda params, batch: recipe.loss(params, batch, jax.random.key(0))[1])
+
+    def evaluate(params: PyTree) -> dict[str, dict[str, float]]:
+        out = {}
+        for name, batches in data.items():
+            sums = [jax.device_get(loss(params, batches[i])) for i in range(len(batches))]
+            out[name] = averages(jax.tree.map(lambda *x: sum(x), *sums))
+        return out
+
+    return evaluate
+
+
+def averages(sums: dict) -> dict[str, float]:
+    """Sums per token; ``tokens`` stays the count."""
+    sums = {name: float(value) for name, value in sums.items()}
+    tokens = sums["tokens"]
+    return {n: v if n == "tokens" else v / max(tokens, 1.0) for n, v in sums.items()}
+
+
+def save(manager: ocp.CheckpointManager, state: TrainState) -> None:
+    """Saves state and data position, unless this step is saved already."""
+    step = int(state.step)
+    if step == manager.latest_step():
+        return
+    position = {"position": step}
+    items = {"state": ocp.args.StandardSave(state._asdict()), "data": ocp.args.JsonSave(position)}
+    manager.save(step, args=ocp.args.Composite(**items))
+
+
+def load_params(output_dir: str, abstract: PyTree, step: int | None = None) -> PyTree:
+    """Parameters of a run's newest (or given) checkpoint.
+
+    Args:
+      output_dir: the run's folder.
+      abstract: shapes and types the caller expects; anything else is an error.
+      step: a saved step, the newest by default.
+
+    Raises:
+      ValueError: no such checkpoint.
+    """
+    folder = pathlib.Path(output_dir).expanduser().resolve() / "checkpoints"
+    if not folder.is_dir():
+        raise ValueError(f"no checkpoints in {folder}")
+    with ocp.CheckpointManager(folder) as manager:
+        step = manager.latest_step() if step is None else step
+        if step not in manager.all_steps():
+            raise ValueError(f"no checkpoint of step {step} in {folder}: {manager.all_steps()}")
+        args = ocp.args.PyTreeRestore(
+            {"params": abstract}, partial_restore=True,
+            restore_args=ocp.checkpoint_utils.construct_restore_args({"params": abstract}),
+        )
+        return manager.restore(step, args=ocp.args.Composite(state=args))["state"]["params"]
+
+
+def _start(recipe, optimizer, manager, seed, initial_params) -> TrainState:
+    key = jax.random.key(seed)
+
+    def fresh(params=None) -> TrainState:
+        params = recipe.init(key) if params is None else params
+        noise = jax.random.key_data(jax.random.fold_in(key, 1))
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), noise)
+
+    if manager.latest_step() is None:
+        # A copy: the step donates its state, and the caller may still need what it passed in.
+        return jax.jit(fresh)(jax.tree.map(jnp.copy, initial_params))
+    abstract = jax.eval_shape(fresh)._asdict()
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
+    restored = manager.restore(manager.latest_step(), args=args)
+    state = TrainState(**restored["state"])
+    if restored["data"]["position"] != int(state.step):
+        raise ValueError(f"checkpoint {manager.latest_step()}: data position and step disagree")
+    return state
+
+
+def _options() -> ocp.CheckpointManagerOptions:
+    return ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+
+
+def _progress() -> rich_progress.Progress:
+    return rich_progress.Progress(
+        *rich_progress.Progress.get_default_columns(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TextColumn("{task.fields[loss]}"),
+    )
+
+
+@contextlib.contextmanager
+def _stop_signal():
+    """Yields a function that says whether SIGTERM came; the old handler is put back at the end."""
+    seen = []
+    old = signal.signal(signal.SIGTERM, lambda *_: seen.append(True))
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+class _Log:
+    """``metrics.jsonl`` and TensorBoard scalars."""
+
+    def __init__(self, folder: pathlib.Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+
+    def __enter__(self):
+        from tensorboardX import SummaryWriter
+
+        self.lines = open(self.folder / "metrics.jsonl", "a")
+        self.board = SummaryWriter(str(self.folder / "tensorboard"))
+        return self
+
+    def write(self, step: int, name: str, report: dict[str, float]) -> None:
+        self.lines.write(json.dumps({"step": step, "data": name, **report}) + "\n")
+        self.lines.flush()
+        for key, value in report.items():
+            self.board.add_scalar(f"{name}/{key}", value, step)
+
+    def __exit__(self, *error):
+        self.lines.close()
+        self.board.close()

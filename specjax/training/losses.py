@@ -1,0 +1,20 @@
+"""Losses on logits. All sums over tokens, so that batches of unequal size can be added up."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def cross_entropy(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Summed negative log-likelihood in nats of the targets, weighted per token."""
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return ((jax.nn.logsumexp(logits, axis=-1) - picked) * weights).sum()
+
+
+def correct(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Weighted count of tokens whose logit is the largest."""
+    return ((logits.argmax(-1) == targets) * weights).sum()
