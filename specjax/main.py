@@ -3,7 +3,7 @@
 from absl import app, flags
 
 _MODES = {
-    "bench": "specjax.bench.harness.bench",
+    "bench": "specjax.bench.run.bench",
     "train": "specjax.training.loop.train",
 }
 

@@ -8,7 +8,7 @@ W open slots, P the deepest path, K = P + 1 tokens a round can emit at most, V v
 S cache slots, L tokens of a text buffer or prompt, H heads, D head size, Q rows of ``log_q``.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import struct
@@ -177,6 +177,7 @@ class Outcome(NamedTuple):
     log_p: Float[Array, "B M V"]
 
 
+@runtime_checkable
 class Model(Protocol):
     """A target or draft model. ``extend`` never writes the cache; ``commit`` is its only writer."""
 
@@ -215,6 +216,7 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """A way of drafting.
 
@@ -247,6 +249,7 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
 class Verifier(Protocol):
     """An acceptance rule."""
 

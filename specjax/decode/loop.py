@@ -237,9 +237,15 @@ def jit_start(decoder: Decoder, params: Params, prompt: Prompt, keys: Key[Array,
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def jit_run(decoder: Decoder, params: Params, state: State, sampling: Sampling) -> Decoded:
-    """`run`, compiled; the state (caches included) is donated."""
-    return decoded(decoder, run(decoder, params, state, sampling))
+def jit_run(decoder: Decoder, params: Params, state: State, sampling: Sampling) -> State:
+    """`run`, compiled. The state is donated, so that its caches are updated where they lie."""
+    return run(decoder, params, state, sampling)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jit_decoded(decoder: Decoder, state: State) -> Decoded:
+    """`decoded`, compiled."""
+    return decoded(decoder, state)
 
 
 def generate(
@@ -297,4 +303,5 @@ def generate(
     keys = laws.fold(jnp.broadcast_to(key, (batch,)), ids)
     both = Params(params, draft_params)
     state = jit_start(decoder, both, prompt, keys)
-    return jit_run(decoder, both, state, sampling.rows(batch))
+    state = jit_run(decoder, both, state, sampling.rows(batch))
+    return jit_decoded(decoder, state)

@@ -60,7 +60,7 @@ def log_law(logits: Float[Array, "B M V"], sampling: Sampling) -> Float[Array, "
     Greedy rows get all mass on the first maximum. A row of NaN stays NaN, so that it can be
     reported (`broken`) and is not mistaken for token 0.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     temperature = sampling.temperature.astype(logits.dtype)[:, None, None]
     greedy = temperature <= GREEDY_TEMPERATURE
     scaled = logits / jnp.where(greedy, 1.0, temperature).astype(logits.dtype)
@@ -87,7 +87,8 @@ def _keep_top_p(log_p: Array, top_p: Array) -> Array:
     # The least likely token that is kept; the most likely one always is.
     last = jnp.maximum((before < top_p).sum(-1, keepdims=True) - 1, 0)
     threshold = jnp.take_along_axis(ordered, last, axis=-1)
-    return jax.nn.log_softmax(jnp.where(log_p >= threshold, log_p, -jnp.inf), axis=-1)
+    kept = jax.nn.log_softmax(jnp.where(log_p >= threshold, log_p, -jnp.inf), axis=-1)
+    return jnp.where(top_p >= 1, log_p, kept)  # the sum over many tokens may round to 1 too soon
 
 
 def broken(log_p: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
@@ -116,13 +117,15 @@ def _pick(mass: Float[Array, "B N"], u: Float[Array, "B"]) -> tuple[Array, Array
     """(first index whose cumulative mass exceeds u x total, quantile within that index)."""
     upto = jnp.cumsum(mass, axis=-1)
     goal = u * upto[:, -1]
-    # u x total may round up to the total; the last index with mass is meant then.
-    goal = jnp.minimum(goal, jnp.nextafter(upto[:, -1], jnp.zeros_like(goal)))
-    index = (upto <= goal[:, None]).sum(-1, dtype=jnp.int32)
-    index = jnp.minimum(index, mass.shape[-1] - 1)
+    ids = lax.broadcasted_iota(jnp.int32, mass.shape, 1)
+    # A parallel cumulative sum may rise where the mass is 0, and u x total may round up to the
+    # total: only an index with mass is taken, the last one where none is beyond the goal.
+    last = jnp.where(mass > 0, ids, 0).max(-1)
+    beyond = (upto > goal[:, None]) & (mass > 0)
+    index = jnp.minimum(jnp.where(beyond, ids, mass.shape[-1]).min(-1), last)
     here = jnp.take_along_axis(mass, index[:, None], axis=-1)[:, 0]
     before = jnp.take_along_axis(upto, index[:, None], axis=-1)[:, 0] - here
-    rest = jnp.clip((goal - before) / jnp.where(here > 0, here, 1.0), 0.0, 1.0 - 1e-7)
+    rest = jnp.clip((goal - before) / jnp.where(here > 0, here, 1.0), 0.0, 1.0)
     return index, rest
 
 

@@ -17,4 +17,4 @@ def correct(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
     """Weighted count of tokens whose logit is the largest."""
-    return ((logits.argmax(-1) == targets) * weights).sum()
+    return jnp.where(logits.argmax(-1) == targets, weights, 0.0).sum()

@@ -1,0 +1,244 @@
+"""Reports of measurements: report.json, report.md and pictures."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import subprocess
+from importlib import metadata
+
+import gin
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from specjax.analysis import plots
+
+SCHEMA_VERSION = 1
+
+COLUMNS = {
+    "task": "task",
+    "batch_size": "batch",
+    "temperature": "T",
+    "gamma": "γ",
+    "tokens_per_second": "tokens/s",
+    "speedup": "speed-up",
+    "speedup_quartiles": "quartiles",
+    "speedup_decode": "without prefill",
+    "predicted_speedup": "τ/(γc+v)",
+    "predicted_from_alpha": "from α",
+    "acceptance_rate": "α",
+    "block_efficiency": "τ",
+    "c": "c",
+    "v": "v",
+    "identical": "identical",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything a bench run found.
+
+    Attributes:
+      rows: one per task, temperature, gamma and batch size.
+      baseline: the plain step beside its bandwidth bound.
+      examples: per task, scores and outputs.
+      traces: per task, time lines for the trace picture.
+      settings: what was asked for.
+      seconds: the whole run.
+    """
+
+    rows: list[dict]
+    baseline: dict
+    examples: dict
+    traces: dict
+    settings: dict
+    seconds: float
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Median over rows of |predicted / measured - 1|, both without prefill."""
+        errors = [
+            abs(r["predicted_speedup"] / r["speedup_decode"] - 1)
+            for r in self.rows
+            if r["predicted_speedup"]
+        ]
+        return float(np.median(errors)) if errors else None
+
+    @property
+    def alpha_prediction_gap(self) -> float | None:
+        """Median over rows of predicted_from_alpha / predicted_speedup - 1."""
+        gaps = [
+            r["predicted_from_alpha"] / r["predicted_speedup"] - 1
+            for r in self.rows
+            if r["predicted_speedup"]
+        ]
+        return float(np.median(gaps)) if gaps else None
+
+
+def write(report: Report, folder: pathlib.Path) -> None:
+    """Writes report.json, report.md, config.gin and the pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "machine": machine_facts(),
+        "versions": {
+            name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy", "specjax")
+        },
+        "git_revision": git_revision(),
+        "gin_config": gin.operative_config_str(),
+        "seconds": report.seconds,
+        "settings": report.settings,
+        "prediction_error": report.prediction_error,
+        "alpha_prediction_gap": report.alpha_prediction_gap,
+        "baseline": report.baseline,
+        "rows": report.rows,
+        "examples": report.examples,
+    }
+    (folder / "report.json").write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    (folder / "config.gin").write_text(content["gin_config"])
+    pictures = draw(report, folder)
+    (folder / "report.md").write_text(markdown(report, content, pictures))
+
+
+def draw(report: Report, folder: pathlib.Path) -> list[str]:
+    """Draws the pictures that the rows allow; returns their file names."""
+    speculative = [row for row in report.rows if row["gamma"]]
+    names = []
+    if speculative:
+        plots.speedup_against_gamma(report.rows, folder / "speedup.png")
+        plots.acceptance_by_position(speculative, folder / "acceptance.png")
+        names += ["speedup.png", "acceptance.png"]
+    for task, rounds in report.traces.items():
+        plots.trace(rounds, folder / f"trace-{task}.png")
+        names.append(f"trace-{task}.png")
+    if report.baseline:
+        plots.bandwidth([report.baseline], folder / "bandwidth.png")
+        names.append("bandwidth.png")
+    return names
+
+
+def machine_facts() -> dict:
+    """Processor, cores and system."""
+    model = platform.processor()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model)
+    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
+
+
+def git_revision() -> str | None:
+    """The commit of the source tree, with ``+`` when it was changed; None outside a checkout."""
+    here = pathlib.Path(__file__).resolve().parent
+    git = lambda *args: subprocess.run(  # noqa: E731
+        ["git", *args], cwd=here, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    revision = git("rev-parse", "--short=12", "HEAD")
+    return (revision + ("+" if git("status", "--porcelain") else "")) or None
+
+
+def cell(key: str, value) -> str:
+    """A value as the tables show it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, list):
+        return "–".join(f"{x:.2f}" for x in value)
+    if key == "tokens_per_second":
+        return f"{value:.0f}"
+    return f"{value:.3f}" if key == "c" else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _cells(row: dict) -> list[str]:
+    values = [cell(key, row.get(key)) for key in COLUMNS]
+    gamma = list(COLUMNS).index("gamma")
+    values[gamma] = f"{row['gamma']}{' *' if row['chosen'] else ''}" if row["gamma"] else "plain"
+    return values
+
+
+def markdown(report: Report, content: dict, pictures: list[str]) -> str:
+    """report.json for a reader."""
+    facts, lines = content["machine"], ["# Plain and speculative decoding, side by side", ""]
+    lines += [
+        f"{facts['cpu']}, {facts['cores']} cores; jax {content['versions']['jax']}; revision "
+        f"{content['git_revision']}; {report.seconds:.0f} s.",
+        "",
+        "Speed-up: plain seconds per emitted token over the method's, end to end (prefill included), "
+        "same weights, interleaved; medians and quartiles over repeats. `*`: the γ chosen on the "
+        "calibration half; all figures are of the other half.",
+        "",
+        "| " + " | ".join(COLUMNS.values()) + " |",
+        "|" + "---|" * len(COLUMNS),
+    ]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in report.rows]
+    lines += ["", *_prediction_lines(report), "", *_baseline_lines(report.baseline)]
+    lines += ["", *_difference_lines(report.rows)]
+    for task, found in report.examples.items():
+        scores = ", ".join(f"{name} {value:.1f}" for name, value in found["scores"].items())
+        lines += ["", f"## {task}: {scores}", ""]
+        for one in found["outputs"][:4]:
+            lines += [
+                f"- input: {one['input']}",
+                f"  - plain: {one['plain']}",
+                f"  - speculative (γ = {one['gamma']}): {one['speculative']}",
+                f"  - reference: {one['reference']}",
+            ]
+    lines += ["", *(f"![{name}]({name})" for name in pictures)]
+    return "\n".join(lines) + "\n"
+
+
+def _prediction_lines(report: Report) -> list[str]:
+    if report.prediction_error is None:
+        return []
+    return [
+        f"τ/(γc+v) is off the measured speed-up without prefill by {report.prediction_error:.1%} "
+        "(median over rows); c and v come from the calibration half. The prediction from α "
+        f"(Theorem 3.8 with v) is {report.alpha_prediction_gap:+.1%} from it (median): it takes "
+        "acceptances for independent with one rate, and no row for ended inside a block."
+    ]
+
+
+def _baseline_lines(baseline: dict) -> list[str]:
+    if not baseline:
+        return []
+    probes = ", ".join(f"{k} {v:.1f}" for k, v in baseline["probes_gb_per_second"].items())
+    return [
+        f"The plain step takes {baseline['step_ms']:.2f} ms, {baseline['ratio']:.2f} times its "
+        f"memory-bandwidth bound of {baseline['bound_ms']:.2f} ms "
+        f"({baseline['bytes_per_step'] / 1e6:.1f} MB a step; probes in GB/s: {probes})."
+    ]
+
+
+def _difference_lines(rows: list[dict]) -> list[str]:
+    found = [(row, d) for row in rows for d in row["differences"]]
+    if not found:
+        return ["All greedy outputs are identical to plain decoding's."]
+    return ["Greedy outputs that differ:"] + [
+        f"- {row['task']}, batch {row['batch_size']}, γ = {row['gamma']}, sentence {d['row']}, token "
+        f"{d['position']}: {d['plain']} or {d['other']}, logits {d['gap']:.2e} apart"
+        + (" (near-tie)" if d["near_tie"] else " (NOT a near-tie)")
+        for row, d in found
+    ]
+
+
+def show(report: Report, console: Console, folder: pathlib.Path) -> None:
+    """Prints table and examples."""
+    table = Table(title="plain and speculative decoding (* γ chosen on other sentences)")
+    for title in COLUMNS.values():
+        table.add_column(title, justify="right" if title != "task" else "left")
+    for row in report.rows:
+        table.add_row(*_cells(row), style="bold" if row["chosen"] else None)
+    for task, found in report.examples.items():
+        for one in found["outputs"][:2]:
+            console.print(f"[bold]{task}[/bold] {one['input']}", highlight=False)
+            console.print(f"  plain        {one['plain']}", highlight=False, markup=False)
+            console.print(f"  speculative  {one['speculative']}", highlight=False, markup=False)
+    console.print(table)
+    for line in (*_prediction_lines(report), *_baseline_lines(report.baseline)):
+        console.print(line, highlight=False)
+    for line in _difference_lines(report.rows):
+        console.print(line, highlight=False)
+    console.print(f"report: {folder / 'report.md'}", highlight=False)

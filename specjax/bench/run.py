@@ -1,0 +1,301 @@
+"""``--run_mode=bench``: plain against speculative decoding on held-out text, and the report of it."""
+
+import dataclasses
+import pathlib
+import time
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from specjax import assets
+from specjax.analysis import theory
+from specjax.bench import harness, machine, report
+from specjax.bench.harness import Costs, Measured, Method, Runner, Workload
+from specjax.data import metrics
+from specjax.decode.interfaces import Params
+from specjax.drafters.small_model import SmallModel
+
+SCORES = {
+    "debian_ende": lambda refs, outs: {"bleu": metrics.bleu(refs, outs)["bleu"]},
+    "debian_synopsis": lambda refs, outs: {"rougeL": metrics.rouge(refs, outs)["rougeLsum"]},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+      tasks: names of held-out samples.
+      temperatures, gammas, batch_sizes: all combinations are run; gamma 0 is the plain loop.
+      sentences: per task; one half chooses gamma, the other is reported.
+      repeats: interleaved repeats of the reported half.
+      calibration_repeats: of the other half.
+      input_length: longer inputs are left out (never cut).
+      max_decode_len: tokens at most, EOS included.
+      seed: of sampling.
+    """
+
+    tasks: tuple[str, ...] = ("debian_ende", "debian_synopsis")
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    gammas: tuple[int, ...] = (0, 1, 3, 5, 7)
+    batch_sizes: tuple[int, ...] = (1, 8)
+    sentences: int = 64
+    repeats: int = 5
+    calibration_repeats: int = 1
+    input_length: int = 64
+    max_decode_len: int = 128
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("tasks", "temperatures", "gammas", "batch_sizes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if 0 not in self.gammas:
+            raise ValueError("gammas must hold 0, the plain loop that speed-ups are measured against")
+        if min(self.gammas) < 0:
+            raise ValueError(f"gamma must not be negative, got {min(self.gammas)}")
+        if self.sentences < 2 or self.repeats < 1:
+            raise ValueError("at least 2 sentences and 1 repeat are needed")
+
+
+def bench(settings: Settings = Settings(), output_dir: str = "runs/bench") -> report.Report:
+    """Measures the shipped pair and writes report.json, report.md and pictures to ``output_dir``."""
+    console, began = Console(), time.perf_counter()
+    pair = assets.load_pair()
+    runner = Runner(pair.target, settings.max_decode_len, settings.seed)
+    params = Params(pair.target_params, pair.draft_params)
+    methods = [
+        Method("plain") if gamma == 0 else Method("small model", gamma, SmallModel(pair.draft, gamma))
+        for gamma in sorted(settings.gammas)
+    ]
+    probes = machine.bandwidth_probes()
+    rows, traces, examples = [], [], {}
+    with harness.progress() as bar:
+        total = len(settings.tasks) * len(settings.temperatures) * sum(
+            _batches(settings, b) * (settings.repeats + settings.calibration_repeats)
+            for b in settings.batch_sizes
+        )
+        task_id = bar.add_task("decoding", total=total)
+        for batch_size in settings.batch_sizes:
+            bar.update(task_id, description=f"compiling, batch {batch_size}")
+            halves = _workloads(settings, pair.vocabulary, batch_size)
+            first = next(iter(halves.values()))["report"]
+            compiled = harness.warm_up(runner, methods, params, first)
+            drafting = {
+                m: harness.draft_seconds(runner, m, params, first.prompts[0])
+                for m in methods
+                if m.gamma
+            }
+            for task in settings.tasks:
+                for temperature in settings.temperatures:
+                    bar.update(task_id, description=f"{task}, T = {temperature:g}, batch {batch_size}")
+                    cell = _Cell(
+                        runner, methods, params, halves[task], temperature, batch_size, compiled, drafting
+                    )
+                    cell_rows, reported, costs = cell.measure(settings, lambda: bar.advance(task_id))
+                    rows += cell_rows
+                    key = (task, batch_size, temperature)
+                    if temperature == 0 and batch_size == min(settings.batch_sizes):
+                        examples[task] = _examples(pair.vocabulary, halves[task]["report"], reported, cell_rows)
+                        traces.append((key, _trace(methods, reported, costs)))
+    baseline = _baseline(pair, params, rows, probes, settings)
+    result = report.Report(
+        rows=rows,
+        baseline=baseline,
+        examples=examples,
+        traces={f"{task}": trace for (task, _, _), trace in traces},
+        settings=dataclasses.asdict(settings),
+        seconds=time.perf_counter() - began,
+    )
+    report.write(result, pathlib.Path(output_dir))
+    report.show(result, console, pathlib.Path(output_dir))
+    return result
+
+
+def _batches(settings: Settings, batch_size: int) -> int:
+    return -(-(settings.sentences // 2) // batch_size)
+
+
+def _workloads(settings: Settings, vocabulary, batch_size: int) -> dict[str, dict[str, Workload]]:
+    count = settings.sentences // 2
+    return {
+        task: {
+            half: harness.load_workload(
+                task, half, vocabulary, count, settings.input_length, batch_size
+            )
+            for half in ("calibration", "report")
+        }
+        for task in settings.tasks
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    """One task at one temperature and batch size."""
+
+    runner: Runner
+    methods: list[Method]
+    params: Params
+    halves: dict[str, Workload]
+    temperature: float
+    batch_size: int
+    compiled: dict[Method, float]
+    drafting: dict[Method, float]
+
+    def measure(self, settings: Settings, tick) -> tuple[list[dict], dict, dict]:
+        """(rows of the report, the reported half's runs, costs measured on the other half)."""
+        run = lambda half, repeats: harness.measure(  # noqa: E731
+            self.runner, self.methods, self.params, self.halves[half], self.temperature, repeats, tick
+        )
+        calibration = run("calibration", settings.calibration_repeats)
+        costs = self._costs(calibration)
+        chosen = min(
+            (m for m in self.methods if m.gamma),
+            key=lambda m: np.median(calibration[m].per_token()),
+            default=None,
+        )
+        reported = run("report", settings.repeats)
+        for measured in reported.values():
+            harness.check_finished(measured)
+        rows = [self._row(m, reported, costs, m is chosen) for m in self.methods]
+        return rows, reported, costs
+
+    def _costs(self, calibration: dict[Method, Measured]) -> dict[Method, Costs]:
+        plain = harness.seconds_per_round(calibration[self.methods[0]])
+        return {
+            m: Costs(plain, self.drafting[m], harness.seconds_per_round(calibration[m]))
+            for m in self.methods
+            if m.gamma
+        }
+
+    def _row(self, method: Method, reported: dict, costs: dict, chosen: bool) -> dict:
+        plain, own = reported[self.methods[0]], reported[method]
+        workload = self.halves["report"]
+        row = {
+            "task": workload.task,
+            "model": "debian pair",
+            "method": method.name,
+            "temperature": self.temperature,
+            "gamma": method.gamma,
+            "batch_size": self.batch_size,
+            "sentences": sum(workload.real),
+            "chosen": chosen,
+            "tokens": int(own.tokens()[0]),
+            "seconds": float(np.median(own.seconds())),
+            "prefill_seconds": float(np.median(own.seconds("prefill_seconds"))),
+            "tokens_per_second": float(np.median(own.tokens() / own.seconds())),
+        }
+        for key, part in (("speedup", "seconds"), ("speedup_decode", "decode_seconds")):
+            ratios = plain.per_token(part) / own.per_token(part)
+            row[key] = float(np.median(ratios))
+            row[f"{key}_quartiles"] = [float(q) for q in np.percentile(ratios, [25, 75])]
+        row |= {"compile_seconds": self.compiled[method]} | own.summary()
+        row |= self._predictions(method, row, costs)
+        return row | self._equality(plain, own)
+
+    def _predictions(self, method: Method, row: dict, costs: dict[Method, Costs]) -> dict:
+        """tau / (gamma c + v), and Theorem 3.8 with v; both speak of decoding without prefill."""
+        none = dict.fromkeys(("c", "v", "predicted_speedup", "predicted_from_alpha"))
+        if not method.gamma:
+            return none
+        c, v = costs[method].c(method.gamma), costs[method].v
+        tau, alpha = row["block_efficiency"], row["acceptance_rate"]
+        if alpha is None:
+            return none
+        return {
+            "c": c,
+            "v": v,
+            "predicted_speedup": float(
+                theory.speedup_from_block_efficiency(tau, method.gamma, c, v)
+            ),
+            "predicted_from_alpha": float(theory.walltime_factor(alpha, method.gamma, c, v)),
+        }
+
+    def _equality(self, plain: Measured, own: Measured) -> dict:
+        """Whether greedy output equals plain decoding's (near-ties listed); None when sampling."""
+        if self.temperature > 0:
+            return {"identical": None, "differences": []}
+        found = harness.differences(
+            self.runner, self.params, self.halves["report"], plain.runs[0], own.runs[0]
+        )
+        return {
+            "identical": all(d.near_tie for d in found),
+            "differences": [d._asdict() for d in found],
+        }
+
+
+def _examples(vocabulary, workload: Workload, reported: dict, rows: list[dict]) -> dict:
+    """Example outputs, and the scores of the greedy text."""
+    plain = harness.texts(vocabulary, reported[min(reported, key=lambda m: m.gamma)].runs[0])
+    best = max(rows, key=lambda row: (row["chosen"], row["speedup"]))["gamma"]
+    chosen = next(m for m in reported if m.gamma == best)
+    spec = harness.texts(vocabulary, reported[chosen].runs[0])
+    inputs = [
+        vocabulary.decode(np.asarray(p.tokens)[i, : int(p.length[i])].tolist())
+        for p, real in zip(workload.prompts, workload.real, strict=True)
+        for i in range(real)
+    ]
+    quads = zip(inputs, workload.references, plain, spec, strict=True)
+    listed = [
+        {"input": i, "reference": r, "plain": p, "speculative": s, "gamma": best}
+        for i, r, p, s in quads
+    ]
+    return {"scores": SCORES[workload.task](workload.references, plain), "outputs": listed}
+
+
+def _trace(methods: list[Method], reported: dict, costs: dict[Method, Costs]) -> list[dict]:
+    """Time line of one sentence, a row per gamma, from measured costs and its own rounds."""
+    index = _longest(reported[methods[0]])
+    out = []
+    for method in methods:
+        repeats = [repeat[index] for repeat in reported[method].runs]
+        prefill = float(np.median([run.prefill_seconds for run in repeats])) * 1e3
+        plain_prefill = float(
+            np.median([repeat[index].prefill_seconds for repeat in reported[methods[0]].runs])
+        ) * 1e3
+        rounds = int(repeats[0].stats.rounds.max())
+        decode = float(np.median([run.decode_seconds for run in repeats])) * 1e3 / max(rounds, 1)
+        drafting = costs[method].draft_seconds * 1e3 if method.gamma else 0.0
+        events = [_event("target encoder", 0.0, min(plain_prefill, prefill))]
+        if method.gamma:
+            events.append(_event("draft encoder", min(plain_prefill, prefill), prefill))
+        now = prefill
+        for _ in range(rounds):
+            step = drafting / max(method.gamma, 1)
+            for i in range(method.gamma):
+                events.append(_event("draft decoder", now + i * step, now + (i + 1) * step))
+            events.append(_event("target decoder", now + drafting, now + decode))
+            now += decode
+        out.append({"gamma": method.gamma, "events": events, "tokens": repeats[0].emitted})
+    return out
+
+
+def _event(lane: str, start: float, end: float) -> dict:
+    return {"lane": lane, "start_ms": start, "end_ms": max(end, start)}
+
+
+def _longest(measured: Measured) -> int:
+    """Index of the batch whose token count is nearest to the median."""
+    tokens = np.array([run.emitted for run in measured.runs[0]])
+    return int(np.abs(tokens - np.median(tokens)).argmin())
+
+
+def _baseline(pair, params: Params, rows: list[dict], probes: dict, settings: Settings) -> dict:
+    """The plain loop beside its memory-bandwidth bound, batch 1 or the smallest measured."""
+    batch = min(settings.batch_sizes)
+    plain = [r for r in rows if r["gamma"] == 0 and r["batch_size"] == batch and r["rounds"]]
+    step = float(np.median([(r["seconds"] - r["prefill_seconds"]) / r["rounds"] for r in plain]))
+    if batch > 1:
+        return {}
+    size = machine.bytes_per_step(pair.target, pair.target_params, batch, settings.max_decode_len)
+    bound = size / (max(probes.values()) * 1e9)
+    return {
+        "label": "shipped target",
+        "step_ms": step * 1e3,
+        "bound_ms": bound * 1e3,
+        "ratio": step / bound,
+        "bytes_per_step": size,
+        "probes_gb_per_second": probes,
+        "devices": [str(d) for d in jax.devices()],
+    }

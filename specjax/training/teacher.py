@@ -1,0 +1,102 @@
+"""A target's own outputs on given inputs, as token arrays to train drafts on."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+from rich import progress
+
+from specjax.decode import loop, stopping
+from specjax.decode.interfaces import Model, Prompt
+from specjax.decode.sampling import Sampling
+from specjax.training.batches import TokenPairs, load_pairs, save_pairs
+
+
+def decode_pairs(
+    model: Model,
+    params: PyTree,
+    pairs: TokenPairs,
+    output: str,
+    *,
+    temperature: float = 0.0,
+    batch_size: int = 64,
+    seed: int = 0,
+    lengths: tuple[int, ...] = (32, 64, 128),
+    chunk: int = 64,
+) -> TokenPairs:
+    """Decodes every input plainly; outputs that do not end within the length limit are left out.
+
+    Inputs of like size are decoded together, with a limit of twice the reference's length. Chunks
+    of ``chunk`` batches are kept beside ``output`` until all are done, so a stopped run goes on.
+
+    Args:
+      model: the target.
+      params: its parameters.
+      pairs: inputs, and references for their lengths.
+      output: ``.npz`` file to write.
+      temperature: 0 is greedy.
+      batch_size: rows decoded together.
+      seed: of the sampling keys.
+      lengths: paddings of inputs and output limits (each pair of them is compiled once).
+      chunk: batches per saved part.
+
+    Returns:
+      Inputs with the target's outputs.
+    """
+    plan = _plan(pairs, batch_size, lengths)
+    target = pathlib.Path(output).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for number in progress.track(range(0, len(plan), chunk), description=f"decoding to {target.name}"):
+        part = target.with_name(f"{target.stem}.part{number}.npz")
+        if not part.exists():
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            batches = plan[number : number + chunk]
+            save_pairs(part, _decode(model, params, pairs, batches, temperature, batch_size, key))
+        parts.append(part)
+    done = sum((load_pairs(p) for p in parts), TokenPairs([], []))
+    save_pairs(target, done)
+    for part in parts:
+        part.unlink()
+    return done
+
+
+def _plan(pairs: TokenPairs, batch_size: int, lengths: tuple[int, ...]) -> list[tuple]:
+    """(input padding, output limit, members) of each batch, like sizes together."""
+    fit = lambda n: next((x for x in lengths if n <= x), None)  # noqa: E731
+    groups: dict[tuple, list[int]] = {}
+    for i, (source, target) in enumerate(zip(pairs.inputs, pairs.targets, strict=True)):
+        shape = fit(len(source)), fit(min(2 * len(target), lengths[-1]))
+        if None not in shape:
+            groups.setdefault(shape, []).append(i)
+    plan = []
+    for shape, members in sorted(groups.items()):
+        members.sort(key=lambda i: len(pairs.targets[i]))
+        plan += [(*shape, members[j : j + batch_size]) for j in range(0, len(members), batch_size)]
+    return plan
+
+
+def _decode(model, params, pairs, batches, temperature, batch_size, key) -> TokenPairs:
+    inputs, targets = [], []
+    for number, (length, limit, members) in enumerate(batches):
+        tokens = np.zeros((batch_size, length), np.int32)
+        counts = np.ones(batch_size, np.int32)
+        for row, member in enumerate(members):
+            source = pairs.inputs[member]
+            tokens[row, : len(source)], counts[row] = source, len(source)
+        out = loop.generate(
+            model,
+            params,
+            Prompt(jnp.asarray(tokens), jnp.asarray(counts)),
+            sampling=Sampling(temperature),
+            max_decode_len=limit,
+            key=jax.random.fold_in(key, number),
+        )
+        out = jax.device_get(out)
+        for row, member in enumerate(members):
+            if out.finish_reason[row] == stopping.STOP:
+                inputs.append(pairs.inputs[member])
+                targets.append(out.tokens[row, : out.lengths[row]])
+    return TokenPairs(inputs, targets)

@@ -1,0 +1,129 @@
+"""The training loop: it learns, resumes bit for bit, stops on SIGTERM and logs."""
+
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.t5 import T5, T5Config
+from specjax.training import distill, loop, seq2seq
+from specjax.training.batches import Seq2SeqBatches, TokenPairs, save_pairs
+
+TINY = T5Config(
+    vocab_size=32, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32,
+    num_encoder_layers=1, num_decoder_layers=1,
+)
+
+
+@pytest.fixture
+def data(tmp_path) -> Seq2SeqBatches:
+    """Copying short sequences."""
+    rng = np.random.default_rng(0)
+    rows = [np.append(rng.integers(2, 32, 5), 1) for _ in range(64)]
+    save_pairs(str(tmp_path / "copy.npz"), TokenPairs(rows, rows))
+    return Seq2SeqBatches((str(tmp_path / "copy.npz"),), shapes=((8, 8),), tokens=256)
+
+
+def schedule(steps: int) -> loop.Schedule:
+    return loop.Schedule(peak=2e-2, warmup=5, steps=steps, decay=1)
+
+
+def run(data, folder, steps, **options):
+    recipe = seq2seq.Seq2Seq(T5(TINY))
+    return loop.train(recipe, data, str(folder), schedule(steps), checkpoint_period=4, **options)
+
+
+def same(a, b) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), a, b)))
+
+
+def test_it_learns_and_logs(data, tmp_path):
+    run(data, tmp_path / "run", 60, validation={"copy": data}, log_period=5, evaluation_period=30)
+    lines = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    losses = [line["loss"] for line in lines if line["data"] == "train"]
+    assert losses[-1] < 0.9 * losses[0]
+    assert [line["step"] for line in lines if line["data"] == "copy"] == [30, 60]
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_resume_is_bit_identical(data, tmp_path):
+    """Six steps, then six more from the checkpoint = twelve at once: state and all."""
+    whole = run(data, tmp_path / "whole", 12)
+    run(data, tmp_path / "halves", 6)
+    resumed = run(data, tmp_path / "halves", 12)
+    assert int(resumed.step) == 12
+    assert same(whole, resumed)
+
+
+def test_sigterm_saves_and_the_run_goes_on(data, tmp_path):
+    class Stopping:
+        def __len__(self):
+            return len(data)
+
+        def __getitem__(self, position):
+            if position == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return data[position]
+
+    recipe = seq2seq.Seq2Seq(T5(TINY))
+    stopped = loop.train(recipe, Stopping(), str(tmp_path / "run"), schedule(12))
+    assert int(stopped.step) == 7
+    resumed = run(data, tmp_path / "run", 12)
+    assert same(resumed, run(data, tmp_path / "whole", 12))
+
+
+def test_parameters_are_read_back(data, tmp_path):
+    state = run(data, tmp_path / "run", 4)
+    model = T5(TINY)
+    assert same(loop.load_params(str(tmp_path / "run"), model.abstract()), state.params)
+    with pytest.raises(ValueError, match="no checkpoint of step 3"):
+        loop.load_params(str(tmp_path / "run"), model.abstract(), step=3)
+    with pytest.raises(ValueError, match="no checkpoints in"):
+        loop.load_params(str(tmp_path / "nothing"), model.abstract())
+
+
+def test_padding_rows_weigh_nothing(data):
+    """Ten padding columns and empty rows change neither sums nor gradients' scale."""
+    recipe = seq2seq.Seq2Seq(T5(TINY))
+    params = recipe.init(jax.random.key(0))
+    batch = data[0]
+    arrays = lambda x: jax.tree.map(jnp.asarray, x)  # noqa: E731
+    wide = {k: np.pad(v, ((0, 2), (0, 10))) for k, v in batch.items()}
+    wide["input_mask"][-2:, 0] = True
+    key = jax.random.key(0)
+    a, b = (recipe.loss(params, arrays(x), key)[1] for x in (batch, wide))
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-5)
+
+
+def test_schedule():
+    """Warm-up, plateau, decay to zero."""
+    rate = loop.Schedule(peak=1.0, warmup=4, steps=20, decay=10)
+    values = [float(rate(jnp.asarray(s))) for s in (0, 3, 9, 15, 20)]
+    np.testing.assert_allclose(values, [0.25, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_distilling_a_copy_has_no_loss(data):
+    """Draft = teacher: KL 0, overlap (alpha at T = 1) and agreement (alpha at T = 0) 1."""
+    model = T5(TINY)
+    params = model.init(jax.random.key(1))
+    source = distill.TeacherBatches(data, model, lambda: params)
+    _, sums = distill.Distill(model).loss(params, jax.tree.map(jnp.asarray, source[0]), jax.random.key(0))
+    found = loop.averages(sums)
+    assert abs(found["loss"]) < 1e-5
+    np.testing.assert_allclose([found["overlap"], found["agreement"]], 1.0, rtol=1e-5)
+
+
+def test_distillation_lowers_the_divergence(data, tmp_path):
+    model = T5(TINY)
+    teacher = model.init(jax.random.key(1))
+    source = distill.TeacherBatches(data, model, lambda: teacher)
+    recipe = distill.Distill(model)
+    loop.train(recipe, source, str(tmp_path / "run"), schedule(40), log_period=10)
+    lines = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    assert lines[-1]["overlap"] > lines[0]["overlap"]
