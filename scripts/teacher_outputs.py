@@ -1,7 +1,7 @@
 """Decodes training inputs with a trained target, for a draft to learn from.
 
   scripts/teacher_outputs.py --gin_file=configs/models/debian_target.gin \
-      --run_dir=~/.cache/specjax/runs/debian_target --temperature=1 \
+      --target=~/.cache/specjax/runs/debian_target --temperature=1 \
       --inputs=~/.cache/specjax/debian_v001/tokens/ende-train.npz \
       --output=~/.cache/specjax/debian_v001/teacher/ende-t1.npz
 
@@ -9,14 +9,15 @@ Stopped, it goes on where it was.
 """
 
 import gin
-import jax.numpy as jnp
 from absl import app, flags
 
-from specjax.training import batches, loop, teacher
+from specjax.training import batches, teacher
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin_file", "configs/models/debian_target.gin", "Gin file with macro MODEL.")
-flags.DEFINE_string("run_dir", "~/.cache/specjax/runs/debian_target", "Training run of the target.")
+flags.DEFINE_string(
+    "target", "~/.cache/specjax/runs/debian_target", "Training run or int8 file of the target."
+)
 flags.DEFINE_string("inputs", None, "Token arrays (.npz) whose inputs are decoded.", required=True)
 flags.DEFINE_string("output", None, "Token arrays (.npz) to write.", required=True)
 flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
@@ -29,7 +30,7 @@ flags.DEFINE_integer("seed", 0, "Of the sampling keys.")
 def main(_) -> None:
     gin.parse_config_file(FLAGS.gin_file)
     model = gin.query_parameter("MODEL/macro.value").scoped_configurable_fn()
-    params = loop.load_params(FLAGS.run_dir, model.abstract(jnp.float32))
+    params = teacher.load_target(model, FLAGS.target)
     pairs = batches.load_pairs(FLAGS.inputs).cut(FLAGS.input_limit)
     if FLAGS.limit and FLAGS.limit < len(pairs):
         step = len(pairs) / FLAGS.limit

@@ -1,0 +1,1 @@
+"""Checkpoints: T5X's, and int8 files for shipping."""

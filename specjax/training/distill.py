@@ -15,6 +15,7 @@ from jaxtyping import Array, Key, PyTree
 
 from specjax.models.t5 import T5
 from specjax.training.loop import Batches
+from specjax.training.teacher import load_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +25,14 @@ class TeacherBatches:
     Attributes:
       batches: where inputs and targets come from.
       teacher: the target.
-      params: a function that returns its parameters (called once).
+      path: where its parameters are, as `specjax.training.teacher.load_target` reads them.
+      params: the parameters themselves, instead of ``path``.
     """
 
     batches: Batches
     teacher: T5
-    params: "PyTree"
+    path: str | None = None
+    params: PyTree = None
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -40,7 +43,7 @@ class TeacherBatches:
 
     @functools.cached_property
     def _params(self) -> PyTree:
-        return self.params()
+        return self.params if self.path is None else load_target(self.teacher, self.path)
 
     @functools.cached_property
     def _log_probs(self):

@@ -8,10 +8,24 @@ import numpy as np
 from jaxtyping import PyTree
 from rich import progress
 
+from specjax.checkpoints import int8
 from specjax.decode import loop, stopping
 from specjax.decode.interfaces import Model, Prompt
 from specjax.decode.sampling import Sampling
+from specjax.training import loop as training
 from specjax.training.batches import TokenPairs, load_pairs, save_pairs
+
+
+def load_target(model: Model, path: str) -> PyTree:
+    """Parameters of a trained target, from an int8 file or a training run's newest checkpoint.
+
+    Args:
+      model: what the parameters must fit.
+      path: a ``.safetensors`` file or a run's folder.
+    """
+    if path.endswith(".safetensors"):
+        return int8.load(pathlib.Path(path).expanduser(), model)
+    return training.load_params(path, model.abstract(jnp.float32))
 
 
 def decode_pairs(

@@ -111,7 +111,7 @@ def test_distilling_a_copy_has_no_loss(data):
     """Draft = teacher: KL 0, overlap (alpha at T = 1) and agreement (alpha at T = 0) 1."""
     model = T5(TINY)
     params = model.init(jax.random.key(1))
-    source = distill.TeacherBatches(data, model, lambda: params)
+    source = distill.TeacherBatches(data, model, params=params)
     _, sums = distill.Distill(model).loss(params, jax.tree.map(jnp.asarray, source[0]), jax.random.key(0))
     found = loop.averages(sums)
     assert abs(found["loss"]) < 1e-5
@@ -121,7 +121,7 @@ def test_distilling_a_copy_has_no_loss(data):
 def test_distillation_lowers_the_divergence(data, tmp_path):
     model = T5(TINY)
     teacher = model.init(jax.random.key(1))
-    source = distill.TeacherBatches(data, model, lambda: teacher)
+    source = distill.TeacherBatches(data, model, params=teacher)
     recipe = distill.Distill(model)
     loop.train(recipe, source, str(tmp_path / "run"), schedule(40), log_period=10)
     lines = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]

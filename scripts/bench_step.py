@@ -1,0 +1,149 @@
+"""A plain decoding step beside its memory-bandwidth bound, and blocks of several tokens beside it.
+
+    python scripts/bench_step.py                        # T5 v1.1 small, random weights
+    python scripts/bench_step.py --model debian_target  # the shipped target's sizes, random weights
+    python scripts/bench_step.py --batch 8 --temperature 1
+
+Runs `plain_round` and `speculative_round` (with a drafter that costs nothing) as decoding runs them:
+many rounds in one compiled loop. Prints three bandwidth probes, the bytes a step reads, the bound
+(bytes over the best probe), and milliseconds and ratios as medians with quartiles over interleaved
+repeats.
+"""
+
+import argparse
+import dataclasses
+import functools
+
+import gin
+import jax
+import jax.numpy as jnp
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from specjax.bench import machine, timing
+from specjax.decode import loop, tree
+from specjax.decode.interfaces import Params, Prompt
+from specjax.decode.loop import Decoder, State
+from specjax.decode.sampling import Sampling
+from specjax.models.t5 import T5
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeDraft:
+    """Proposes arbitrary tokens at no cost, so that a round is its verify block and the rest."""
+
+    gamma: int
+
+    taps = ()
+    reach = 0
+
+    @property
+    def depth(self) -> int:
+        return self.gamma
+
+    nodes = depth
+
+    def init(self, params, prefilled, slots):
+        return ()
+
+    def propose(self, params, state, text, sampling, keys):
+        tokens = jnp.broadcast_to(loop.newest(text)[:, None], (text.length.shape[0], self.gamma)) ^ 1
+        return tree.chain(tokens, jnp.ones_like(tokens, bool), None), state
+
+    def observe(self, params, state, outcome):
+        return state
+
+    def rewind(self, state, length):
+        return state
+
+
+def load_model(name: str) -> T5:
+    """The model of ``configs/models/<name>.gin``."""
+    with gin.unlock_config():
+        gin.parse_config_file(name if name.endswith(".gin") else f"configs/models/{name}.gin")
+        return gin.query_parameter("%MODEL").scoped_configurable_fn()
+
+
+def rounds(decoder: Decoder, params: Params, state: State, sampling: Sampling, count) -> State:
+    """``count`` rounds of the loop's own body, whether rows have ended or not."""
+    one = loop.plain_round if decoder.drafter is None else loop.speculative_round
+    body = functools.partial(one, decoder, params, sampling=sampling)
+    return lax.fori_loop(0, count, lambda _, state: body(state), state)
+
+
+def prepare(decoder: Decoder, params: Params, args) -> tuple[State, Sampling]:
+    """A state with ``args.cached`` tokens behind it."""
+    tokens = jax.random.randint(
+        jax.random.key(1), (args.batch, args.input_length), 2, decoder.model.vocab_size
+    ).astype(jnp.int32)
+    prompt = Prompt(tokens, jnp.full(args.batch, args.input_length, jnp.int32))
+    keys = jax.random.split(jax.random.key(2), args.batch)
+    state = loop.jit_start(decoder, params, prompt, keys)
+    sampling = Sampling(args.temperature).rows(args.batch)
+    return state, sampling
+
+
+def measure(model: T5, args) -> dict:
+    """Seconds per round by block length, the bytes of a step, and compile seconds."""
+    params = Params(jax.jit(model.init)(jax.random.key(0)), None)
+    calls, compile_seconds, size = {}, {}, None
+    for tokens in (1, *args.blocks):
+        drafter = FreeDraft(tokens - 1) if tokens > 1 else None
+        # Room for blocks that are accepted whole: they are not, but a full buffer would end the row.
+        room = args.cached + args.rounds * tokens + tokens
+        decoder = Decoder(model, args.max_decode_len or room, drafter, eos_id=-1)
+        state, sampling = prepare(decoder, params, args)
+        run, compile_seconds[tokens] = timing.compiled(
+            functools.partial(rounds, decoder), params, state, sampling, jnp.int32(1)
+        )
+        if tokens == 1:
+            size = machine.bytes_per_step(model, params.target, state.cache)
+        state = run(params, state, sampling, jnp.int32(args.cached - args.rounds // 2))
+        calls[tokens] = functools.partial(run, params, state, sampling, jnp.int32(args.rounds))
+    taken = timing.interleaved(calls, args.repeats)
+    steps = {tokens: samples / args.rounds for tokens, samples in taken.items()}
+    return {"steps": steps, "bytes": size, "compile_seconds": compile_seconds}
+
+
+def show(name: str, found: dict, probes: dict[str, float], args) -> None:
+    console, size = Console(), found["bytes"]
+    bound = size.total / (max(probes.values()) * 1e9)
+    console.print("bandwidth: " + ", ".join(f"{k} {v:.1f} GB/s" for k, v in probes.items()))
+    console.print(
+        f"a step reads {size.weights / 1e6:.1f} MB of weights and {size.kv / 1e6:.1f} MB of K/V; "
+        f"bound {bound * 1e3:.2f} ms"
+    )
+    plain = found["steps"][1]
+    table = Table(title=f"{name}, batch {args.batch}, T = {args.temperature:g}, {args.cached} cached")
+    for title in ("tokens", "ms", "over plain", "over bound", "compile s"):
+        table.add_column(title, justify="right")
+    for tokens, step in found["steps"].items():
+        over = (step / plain).text(2) if tokens > 1 else "1"
+        seconds = found["compile_seconds"][tokens]
+        table.add_row(
+            f"{tokens}", (step * 1e3).text(), over, (step / bound).text(), f"{seconds:.1f}"
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="t5_1_1_small", help="a file of configs/models, or a path")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[2, 4, 6, 8], help="verify lengths")
+    parser.add_argument("--cached", type=int, default=64, help="tokens in the cache, on average")
+    parser.add_argument("--input_length", type=int, default=64)
+    parser.add_argument("--max_decode_len", type=int, default=0, help="0: as many as are needed")
+    parser.add_argument("--rounds", type=int, default=16, help="per timed call")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    probes = machine.bandwidth_probes()
+    show(args.model, measure(load_model(args.model), args), probes, args)
+
+
+if __name__ == "__main__":
+    main()
