@@ -48,7 +48,9 @@ class FreeDraft:
         return ()
 
     def propose(self, params, state, text, sampling, keys):
-        tokens = jnp.broadcast_to(loop.newest(text)[:, None], (text.length.shape[0], self.gamma)) ^ 1
+        tokens = (
+            jnp.broadcast_to(loop.newest(text)[:, None], (text.length.shape[0], self.gamma)) ^ 1
+        )
         return tree.chain(tokens, jnp.ones_like(tokens, bool), None), state
 
     def observe(self, params, state, outcome):
@@ -115,7 +117,9 @@ def show(name: str, found: dict, probes: dict[str, float], args) -> None:
         f"bound {bound * 1e3:.2f} ms"
     )
     plain = found["steps"][1]
-    table = Table(title=f"{name}, batch {args.batch}, T = {args.temperature:g}, {args.cached} cached")
+    table = Table(
+        title=f"{name}, batch {args.batch}, T = {args.temperature:g}, {args.cached} cached"
+    )
     for title in ("tokens", "ms", "over plain", "over bound", "compile s"):
         table.add_column(title, justify="right")
     for tokens, step in found["steps"].items():
@@ -131,9 +135,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="t5_1_1_small", help="a file of configs/models, or a path")
+    parser.add_argument(
+        "--model", default="t5_1_1_small", help="a file of configs/models, or a path"
+    )
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[2, 4, 6, 8], help="verify lengths")
+    parser.add_argument(
+        "--blocks", type=int, nargs="*", default=[2, 4, 6, 8], help="verify lengths"
+    )
     parser.add_argument("--cached", type=int, default=64, help="tokens in the cache, on average")
     parser.add_argument("--input_length", type=int, default=64)
     parser.add_argument("--max_decode_len", type=int, default=0, help="0: as many as are needed")

@@ -3,25 +3,26 @@
     python scripts/export_pair.py
     python scripts/export_pair.py --target_run=runs/target --draft_run=runs/draft --output_dir=out
 
-Prints the size of each file and the largest |w - dequantised|.
+Prints the size of each file and the largest |w - dequantised|, and writes the training curves beside them.
 """
 
 import argparse
 import dataclasses
+import json
 import os
 import pathlib
 import sys
-from typing import Any
 
 # A conversion has no use for an accelerator, and must not wait for a busy one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import gin
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import rich
 
+from specjax import config
+from specjax.analysis import plots
 from specjax.checkpoints import int8, structure
 from specjax.models.t5 import T5
 from specjax.training import loop
@@ -51,44 +52,9 @@ class Exported:
 
 
 def read_models(gin_files: list[str]) -> dict[str, T5]:
-    """Target and draft from gin files.
-
-    Args:
-      gin_files: together they bind the macros MODEL and DRAFT.
-
-    Returns:
-      The models by role.
-
-    Raises:
-      ValueError: a file is not there, or a macro is not bound to a model.
-    """
-    with gin.unlock_config():
-        gin.clear_config()
-        gin.add_config_file_search_path(str(ROOT))
-        try:
-            gin.parse_config_files_and_bindings(gin_files, [])
-        except OSError as error:
-            raise ValueError(" ".join(str(error).split())) from None
-    return {role: read_macro(macro) for role, macro in MODELS.items()}
-
-
-def read_macro(name: str) -> T5:
-    """The model that a macro is bound to.
-
-    Args:
-      name: the macro.
-
-    Returns:
-      The model.
-
-    Raises:
-      ValueError: it is not bound.
-    """
-    try:
-        bound: Any = gin.query_parameter(f"{name}/gin.macro.value")
-    except ValueError:
-        raise ValueError(f"the gin files do not bind {name}") from None
-    return bound.scoped_configurable_fn()
+    """Target and draft from gin files that together bind the macros MODEL and DRAFT."""
+    config.parse(gin_files)
+    return {role: config.macro(macro) for role, macro in MODELS.items()}
 
 
 def export(model: T5, run: str, step: int, path: pathlib.Path) -> Exported:
@@ -113,6 +79,27 @@ def export(model: T5, run: str, step: int, path: pathlib.Path) -> Exported:
     error = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
     count = sum(x.size for x in structure.flatten(params).values())
     return Exported(path, step, path.stat().st_size, count, error)
+
+
+def export_curves(runs: dict[str, str], folder: pathlib.Path) -> None:
+    """Writes both runs' losses as curves.json and curves.png.
+
+    Args:
+      runs: run folder by role; what a run did not log is left out.
+      folder: where to write.
+    """
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for role, run in runs.items():
+        log = pathlib.Path(run).expanduser() / "metrics.jsonl"
+        for line in log.read_text().splitlines() if log.exists() else []:
+            entry = json.loads(line)
+            point = (entry["step"], round(entry["loss"], 4))
+            curves.setdefault(f"{role}, {entry['data']}", []).append(point)
+    # A resumed run logs the steps after its checkpoint again.
+    curves = {name: sorted(dict(points).items()) for name, points in curves.items()}
+    (folder / "curves.json").write_text(json.dumps(curves) + "\n")
+    if curves:
+        plots.training_curves(curves, folder / "curves.png")
 
 
 def newest_step(run: str) -> int:
@@ -171,6 +158,7 @@ def main(argv: list[str] | None = None) -> None:
             export(models[role], run, steps[role], args.output_dir / f"{role}.int8.safetensors")
             for role, run in runs.items()
         ]
+        export_curves(runs, args.output_dir)
     except ValueError as error:
         sys.exit(f"export_pair: {error}")
     for one in done:

@@ -8,9 +8,9 @@
 Stopped, it goes on where it was.
 """
 
-import gin
 from absl import app, flags
 
+from specjax import config
 from specjax.training import batches, teacher
 
 FLAGS = flags.FLAGS
@@ -28,8 +28,8 @@ flags.DEFINE_integer("seed", 0, "Of the sampling keys.")
 
 
 def main(_) -> None:
-    gin.parse_config_file(FLAGS.gin_file)
-    model = gin.query_parameter("MODEL/macro.value").scoped_configurable_fn()
+    config.parse([FLAGS.gin_file])
+    model = config.macro("MODEL")
     params = teacher.load_target(model, FLAGS.target)
     pairs = batches.load_pairs(FLAGS.inputs).cut(FLAGS.input_limit)
     if FLAGS.limit and FLAGS.limit < len(pairs):
@@ -39,8 +39,13 @@ def main(_) -> None:
             [pairs.inputs[i] for i in kept], [pairs.targets[i] for i in kept]
         )
     done = teacher.decode_pairs(
-        model, params, pairs, FLAGS.output,
-        temperature=FLAGS.temperature, batch_size=FLAGS.batch_size, seed=FLAGS.seed,
+        model,
+        params,
+        pairs,
+        FLAGS.output,
+        temperature=FLAGS.temperature,
+        batch_size=FLAGS.batch_size,
+        seed=FLAGS.seed,
     )
     print(f"{len(done)} of {len(pairs)} outputs ended and were written to {FLAGS.output}")
 

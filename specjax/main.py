@@ -1,16 +1,23 @@
-"""Entry point: ``python -m specjax.main --run_mode=bench --gin_file=configs/quickstart.gin``."""
+"""Entry point, with the habits of T5X.
+
+python -m specjax.main --run_mode=bench --gin_file=configs/quickstart.gin
+python -m specjax.main --run_mode=train --gin_file=configs/train/debian_target.gin --gin.OUTPUT_DIR="'runs/x'"
+"""
+
+import importlib
+import sys
 
 from absl import app, flags
 
-_MODES = {
+MODES = {
     "bench": "specjax.bench.run.bench",
     "train": "specjax.training.loop.train",
 }
 
-flags.DEFINE_enum("run_mode", None, sorted(_MODES), "What to do.", required=True)
-flags.DEFINE_multi_string("gin_file", [], "Gin file; several allowed, later ones win.")
+flags.DEFINE_enum("run_mode", None, sorted(MODES), "What to do.", required=True)
+flags.DEFINE_multi_string("gin_file", [], "Gin file; several are allowed, later ones win.")
 flags.DEFINE_multi_string(
-    "gin_bindings", [], "One gin binding; --gin.NAME=VALUE is the same as --gin_bindings='NAME=VALUE'."
+    "gin_bindings", [], "A gin binding; --gin.NAME=VALUE is short for --gin_bindings=NAME=VALUE."
 )
 flags.DEFINE_multi_string("gin_search_paths", ["."], "Where gin files are looked for.")
 
@@ -18,24 +25,31 @@ flags.DEFINE_multi_string("gin_search_paths", ["."], "Where gin files are looked
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    import gin  # late, so that --help is instant
+    try:
+        run()
+    except (
+        ValueError,
+        OSError,
+    ) as error:  # the user's input, in one line; bugs keep their traceback
+        print(f"specjax: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run() -> None:
+    """Reads the gin files and calls what ``--run_mode`` names with its bindings."""
+    import gin  # late, so that --help answers at once
 
     for path in flags.FLAGS.gin_search_paths:
         gin.add_config_file_search_path(path)
     gin.parse_config_files_and_bindings(flags.FLAGS.gin_file, flags.FLAGS.gin_bindings)
-    module, _, name = _MODES[flags.FLAGS.run_mode].rpartition(".")
-    import importlib
-
-    function = getattr(importlib.import_module(module), name)
-    gin.get_configurable(function)()
+    module, _, name = MODES[flags.FLAGS.run_mode].rpartition(".")
+    gin.get_configurable(getattr(importlib.import_module(module), name))()
 
 
 def expand(argv: list[str]) -> list[str]:
-    """Turns T5X's ``--gin.NAME=VALUE`` into ``--gin_bindings=NAME=VALUE``."""
-    return [f"--gin_bindings={a[len('--gin.'):]}" if a.startswith("--gin.") else a for a in argv]
+    """Turns ``--gin.NAME=VALUE`` into ``--gin_bindings=NAME=VALUE``."""
+    return [f"--gin_bindings={a[len('--gin.') :]}" if a.startswith("--gin.") else a for a in argv]
 
 
 if __name__ == "__main__":
-    import sys
-
     app.run(main, argv=expand(sys.argv))

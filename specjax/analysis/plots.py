@@ -243,9 +243,7 @@ def _panels(rows: Rows) -> tuple[Figure, list[tuple[Axes, list[Mapping[str, Any]
     temperatures = sorted({row["temperature"] for row in rows})
     size = (1.2 + 3.8 * len(temperatures), 1.2 + 2.8 * len(tasks))
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(
-        len(tasks), len(temperatures), sharex=True, sharey=True, squeeze=False
-    )
+    grid = figure.subplots(len(tasks), len(temperatures), sharex=True, sharey=True, squeeze=False)
     panels = []
     for axes, (task, temperature) in zip(
         grid.flat, [(a, b) for a in tasks for b in temperatures], strict=True

@@ -92,9 +92,7 @@ def walltime_factor(
     return speedup_from_block_efficiency(expected_tokens(alpha, gamma), gamma, c, v)
 
 
-def operations_factor(
-    alpha: ArrayLike, gamma: ArrayLike, c_hat: ArrayLike
-) -> float | np.ndarray:
+def operations_factor(alpha: ArrayLike, gamma: ArrayLike, c_hat: ArrayLike) -> float | np.ndarray:
     """Returns the growth of arithmetic operations, (γ ĉ + γ + 1) / E.
 
     Args:

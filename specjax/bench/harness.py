@@ -119,7 +119,12 @@ class Runner:
         out = jax.device_get(loop.jit_decoded(decoder, state))
         rows = jax.tree.map(lambda x: x[:real], out)
         return Run(
-            rows.tokens, rows.lengths, rows.finish_reason, between - began, ended - between, rows.stats
+            rows.tokens,
+            rows.lengths,
+            rows.finish_reason,
+            between - began,
+            ended - between,
+            rows.stats,
         )
 
 
@@ -156,9 +161,13 @@ def load_workload(
     Raises:
       ValueError: the half has fewer of them.
     """
-    fitting = [e for e in samples.load_heldout(task, half) if len(vocabulary.encode(e.inputs)) < length]
+    fitting = [
+        e for e in samples.load_heldout(task, half) if len(vocabulary.encode(e.inputs)) < length
+    ]
     if len(fitting) < count:
-        raise ValueError(f"{task} {half}: {count} examples asked for, {len(fitting)} fit {length} tokens")
+        raise ValueError(
+            f"{task} {half}: {count} examples asked for, {len(fitting)} fit {length} tokens"
+        )
     chosen = fitting[:count]
     prompts, real = [], []
     for i in range(0, count, batch_size):
@@ -220,7 +229,12 @@ def _draft_rounds(drafter: Drafter, params: Params, state, text, rounds: int):
 
 
 def draft_seconds(
-    runner: Runner, method: Method, params: Params, prompt: Prompt, rounds: int = 16, repeats: int = 5
+    runner: Runner,
+    method: Method,
+    params: Params,
+    prompt: Prompt,
+    rounds: int = 16,
+    repeats: int = 5,
 ) -> float:
     """Median seconds of one `propose`, in a compiled loop of its own."""
     decoder = Decoder(runner.model, runner.max_decode_len, method.drafter)
@@ -229,7 +243,9 @@ def draft_seconds(
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        jax.block_until_ready(_draft_rounds(method.drafter, params, state.drafter, state.text, rounds))
+        jax.block_until_ready(
+            _draft_rounds(method.drafter, params, state.drafter, state.text, rounds)
+        )
         times.append((time.perf_counter() - began) / rounds)
     return float(np.median(times[1:]))
 

@@ -110,7 +110,9 @@ def bytes_per_step(model, params: PyTree, cache) -> StepBytes:
     embedding = params["token_embedder"]["embedding"]
     tied = not any("logits" in name for name in _decoder(params))
     read = [leaf for path, leaf in _leaves(_decoder(params)) if not _made_once(path)]
-    rows = embedding if tied else jax.ShapeDtypeStruct((batch, model.config.emb_dim), embedding.dtype)
+    rows = (
+        embedding if tied else jax.ShapeDtypeStruct((batch, model.config.emb_dim), embedding.dtype)
+    )
     kv = jax.tree.leaves((cache.kv, cache.cross))
     return StepBytes(sum(map(_bytes, [*read, rows])), sum(map(_bytes, kv)))
 

@@ -35,6 +35,9 @@ COLUMNS = {
     "identical": "identical",
 }
 
+# Left out where the table must fit a terminal.
+NARROW = ("speedup_quartiles", "predicted_from_alpha", "c", "v", "tokens_per_second")
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -125,7 +128,9 @@ def machine_facts() -> dict:
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text().splitlines()
-        model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model)
+        model = next(
+            (x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model
+        )
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
 
 
@@ -149,12 +154,14 @@ def cell(key: str, value) -> str:
         return "–".join(f"{x:.2f}" for x in value)
     if key == "tokens_per_second":
         return f"{value:.0f}"
-    return f"{value:.3f}" if key == "c" else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:.3f}" if key == "c" else f"{value:.2f}" if isinstance(value, float) else str(value)
+    )
 
 
-def _cells(row: dict) -> list[str]:
-    values = [cell(key, row.get(key)) for key in COLUMNS]
-    gamma = list(COLUMNS).index("gamma")
+def _cells(row: dict, columns=tuple(COLUMNS)) -> list[str]:
+    values = [cell(key, row.get(key)) for key in columns]
+    gamma = columns.index("gamma")
     values[gamma] = f"{row['gamma']}{' *' if row['chosen'] else ''}" if row["gamma"] else "plain"
     return values
 
@@ -227,10 +234,11 @@ def _difference_lines(rows: list[dict]) -> list[str]:
 def show(report: Report, console: Console, folder: pathlib.Path) -> None:
     """Prints table and examples."""
     table = Table(title="plain and speculative decoding (* γ chosen on other sentences)")
-    for title in COLUMNS.values():
-        table.add_column(title, justify="right" if title != "task" else "left")
+    columns = tuple(key for key in COLUMNS if key not in NARROW)
+    for key in columns:
+        table.add_column(COLUMNS[key], justify="left" if key == "task" else "right", no_wrap=True)
     for row in report.rows:
-        table.add_row(*_cells(row), style="bold" if row["chosen"] else None)
+        table.add_row(*_cells(row, columns), style="bold" if row["chosen"] else None)
     for task, found in report.examples.items():
         for one in found["outputs"][:2]:
             console.print(f"[bold]{task}[/bold] {one['input']}", highlight=False)

@@ -55,7 +55,9 @@ class Settings:
         for name in ("tasks", "temperatures", "gammas", "batch_sizes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if 0 not in self.gammas:
-            raise ValueError("gammas must hold 0, the plain loop that speed-ups are measured against")
+            raise ValueError(
+                "gammas must hold 0, the plain loop that speed-ups are measured against"
+            )
         if min(self.gammas) < 0:
             raise ValueError(f"gamma must not be negative, got {min(self.gammas)}")
         if self.sentences < 2 or self.repeats < 1:
@@ -69,15 +71,21 @@ def bench(settings: Settings = Settings(), output_dir: str = "runs/bench") -> re
     runner = Runner(pair.target, settings.max_decode_len, settings.seed)
     params = Params(pair.target_params, pair.draft_params)
     methods = [
-        Method("plain") if gamma == 0 else Method("small model", gamma, SmallModel(pair.draft, gamma))
+        Method("plain")
+        if gamma == 0
+        else Method("small model", gamma, SmallModel(pair.draft, gamma))
         for gamma in sorted(settings.gammas)
     ]
     probes = machine.bandwidth_probes()
     rows, traces, examples = [], [], {}
     with harness.progress() as bar:
-        total = len(settings.tasks) * len(settings.temperatures) * sum(
-            _batches(settings, b) * (settings.repeats + settings.calibration_repeats)
-            for b in settings.batch_sizes
+        total = (
+            len(settings.tasks)
+            * len(settings.temperatures)
+            * sum(
+                _batches(settings, b) * (settings.repeats + settings.calibration_repeats)
+                for b in settings.batch_sizes
+            )
         )
         task_id = bar.add_task("decoding", total=total)
         for batch_size in settings.batch_sizes:
@@ -92,15 +100,28 @@ def bench(settings: Settings = Settings(), output_dir: str = "runs/bench") -> re
             }
             for task in settings.tasks:
                 for temperature in settings.temperatures:
-                    bar.update(task_id, description=f"{task}, T = {temperature:g}, batch {batch_size}")
-                    cell = _Cell(
-                        runner, methods, params, halves[task], temperature, batch_size, compiled, drafting
+                    bar.update(
+                        task_id, description=f"{task}, T = {temperature:g}, batch {batch_size}"
                     )
-                    cell_rows, reported, costs = cell.measure(settings, lambda: bar.advance(task_id))
+                    cell = _Cell(
+                        runner,
+                        methods,
+                        params,
+                        halves[task],
+                        temperature,
+                        batch_size,
+                        compiled,
+                        drafting,
+                    )
+                    cell_rows, reported, costs = cell.measure(
+                        settings, lambda: bar.advance(task_id)
+                    )
                     rows += cell_rows
                     key = (task, batch_size, temperature)
                     if temperature == 0 and batch_size == min(settings.batch_sizes):
-                        examples[task] = _examples(pair.vocabulary, halves[task]["report"], reported, cell_rows)
+                        examples[task] = _examples(
+                            pair.vocabulary, halves[task]["report"], reported, cell_rows
+                        )
                         traces.append((key, _trace(methods, reported, costs)))
     baseline = _baseline(runner, params, rows, probes, first.prompts[0])
     result = report.Report(
@@ -149,7 +170,13 @@ class _Cell:
     def measure(self, settings: Settings, tick) -> tuple[list[dict], dict, dict]:
         """(rows of the report, the reported half's runs, costs measured on the other half)."""
         run = lambda half, repeats: harness.measure(  # noqa: E731
-            self.runner, self.methods, self.params, self.halves[half], self.temperature, repeats, tick
+            self.runner,
+            self.methods,
+            self.params,
+            self.halves[half],
+            self.temperature,
+            repeats,
+            tick,
         )
         calibration = run("calibration", settings.calibration_repeats)
         costs = self._costs(calibration)
@@ -254,9 +281,12 @@ def _trace(methods: list[Method], reported: dict, costs: dict[Method, Costs]) ->
     for method in methods:
         repeats = [repeat[index] for repeat in reported[method].runs]
         prefill = float(np.median([run.prefill_seconds for run in repeats])) * 1e3
-        plain_prefill = float(
-            np.median([repeat[index].prefill_seconds for repeat in reported[methods[0]].runs])
-        ) * 1e3
+        plain_prefill = (
+            float(
+                np.median([repeat[index].prefill_seconds for repeat in reported[methods[0]].runs])
+            )
+            * 1e3
+        )
         rounds = int(repeats[0].stats.rounds.max())
         decode = float(np.median([run.decode_seconds for run in repeats])) * 1e3 / max(rounds, 1)
         drafting = costs[method].draft_seconds * 1e3 if method.gamma else 0.0
@@ -284,7 +314,9 @@ def _longest(measured: Measured) -> int:
     return int(np.abs(tokens - np.median(tokens)).argmin())
 
 
-def _baseline(runner: Runner, params: Params, rows: list[dict], probes: dict, prompt: Prompt) -> dict:
+def _baseline(
+    runner: Runner, params: Params, rows: list[dict], probes: dict, prompt: Prompt
+) -> dict:
     """The plain loop at batch 1 beside its memory-bandwidth bound; {} where it was not measured."""
     plain = [r for r in rows if r["gamma"] == 0 and r["batch_size"] == 1 and r["rounds"]]
     if not plain:
@@ -293,7 +325,9 @@ def _baseline(runner: Runner, params: Params, rows: list[dict], probes: dict, pr
     decoder = Decoder(runner.model, runner.max_decode_len)
     one = jax.tree.map(lambda x: x[:1], prompt)
     start = functools.partial(loop.start, decoder)
-    state = jax.eval_shape(start, Params(params.target, None), one, jax.random.split(jax.random.key(0), 1))
+    state = jax.eval_shape(
+        start, Params(params.target, None), one, jax.random.split(jax.random.key(0), 1)
+    )
     size = machine.bytes_per_step(runner.model, params.target, state.cache)
     bound = size.total / (max(probes.values()) * 1e9)
     return {

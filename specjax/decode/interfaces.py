@@ -88,7 +88,7 @@ class Extended(NamedTuple):
     """One step's result.
 
     Attributes:
-      logits: ``[B, M, V]``, at least float32.
+      logits: ``[B, M - logits_from, V]``, at least float32.
       taps: the hidden states asked for, by name, ``[B, M, d]`` each.
       open: the open slots with this block written at ``at``.
     """
@@ -203,8 +203,13 @@ class Model(Protocol):
         """Empty open slots."""
         ...
 
-    def extend(self, params, cache, block: Block, open: Open | None = None, at=0, *, taps=()):
-        """Reads a block: one softmax over the cache and the open slots. Returns ``Extended``."""
+    def extend(
+        self, params, cache, block: Block, open: Open | None = None, at=0, *, taps=(), logits_from=0
+    ):
+        """Reads a block: one softmax over the cache and the open slots. Returns ``Extended``.
+
+        ``logits_from`` (static) spares the logits of the block's first tokens.
+        """
         ...
 
     def commit(self, cache, open: Open, keep: Int[Array, "B K"], count: Int[Array, "B"]):

@@ -16,7 +16,15 @@ from specjax.decode import sampling as laws
 from specjax.decode import stats as counters
 from specjax.decode import stopping, tree
 from specjax.decode.interfaces import (
-    Block, Drafter, Model, Outcome, Params, Prompt, Text, Verdict, Verifier,
+    Block,
+    Drafter,
+    Model,
+    Outcome,
+    Params,
+    Prompt,
+    Text,
+    Verdict,
+    Verifier,
 )
 from specjax.decode.sampling import Sampling
 from specjax.decode.stats import Stats
@@ -135,9 +143,9 @@ def speculative_round(
     with jax.named_scope("commit"):
         tokens = path_tokens(proposed.tokens, verdict)
         keep = jnp.concatenate([jnp.zeros_like(verdict.path[:, :1]), verdict.path + 1], axis=1)
-        bad = broken_rows(log_p, keep, verdict.accepted)
-        finish = jnp.where((state.finish == stopping.LIVE) & bad, stopping.ERROR, state.finish)
-        cut = stopping.cut(tokens, verdict.accepted + 1, left, finish, decoder.eos_id)
+        sound = sound_tokens(log_p, keep, verdict.accepted)
+        broken = sound <= verdict.accepted
+        cut = stopping.cut(tokens, sound, left, state.finish, decoder.eos_id, broken)
         state = append(state, tokens, token_log_probs(log_p, keep, tokens), cut)
         outcome = Outcome(proposed, verdict, extended, tokens, cut.count, keep, state.text, log_p)
         return state._replace(
@@ -156,9 +164,9 @@ def plain_round(decoder: Decoder, params: Params, state: State, *, sampling: Sam
     log_p = laws.log_law(extended.logits, sampling)
     tokens = laws.draw(log_p[:, 0], laws.uniform(keys, 1, log_p.dtype)[:, 0])[:, None]
     keep, one = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
-    bad = laws.broken(log_p[:, 0]) & (state.finish == stopping.LIVE)
-    finish = jnp.where(bad, stopping.ERROR, state.finish)
-    cut = stopping.cut(tokens, one, remaining(decoder, state), finish, decoder.eos_id)
+    broken, left = laws.broken(log_p[:, 0]), remaining(decoder, state)
+    sound = jnp.where(broken, 0, one)
+    cut = stopping.cut(tokens, sound, left, state.finish, decoder.eos_id, broken)
     state = append(state, tokens, token_log_probs(log_p, keep, tokens), cut)
     return state._replace(
         cache=decoder.model.commit(state.cache, extended.open, keep, cut.count),
@@ -193,13 +201,17 @@ def token_log_probs(
     return jnp.take_along_axis(picked, rows, axis=1)[:, 0]
 
 
-def broken_rows(
+def sound_tokens(
     log_p: Float[Array, "B M V"], keep: Int[Array, "B K"], accepted: Int[Array, "B"]
-) -> Bool[Array, "B"]:
-    """Rows whose walk read a law that is none (NaN, or everything masked)."""
-    bad = jnp.take_along_axis(laws.broken(log_p), jnp.clip(keep, 0), axis=1)
-    walked = jnp.arange(keep.shape[1], dtype=jnp.int32)[None] <= accepted[:, None]
-    return (bad & walked).any(1)
+) -> Int[Array, "B"]:
+    """How many of the path's tokens and the next one stand before a law that is none.
+
+    Such a law is NaN, or has everything masked; plain decoding would stop there, and nowhere else.
+    """
+    broken = jnp.take_along_axis(laws.broken(log_p), jnp.clip(keep, 0), axis=1)
+    index = jnp.arange(keep.shape[1], dtype=jnp.int32)[None]
+    end = accepted[:, None] + 1
+    return jnp.where(broken & (index < end), index, end).min(1)
 
 
 def append(

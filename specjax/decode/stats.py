@@ -50,9 +50,17 @@ def empty(batch: int, depth: int) -> Stats:
     depth = max(depth, 1)
     count, by_depth = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth), jnp.int32)
     return Stats(
-        rounds=count, rounds_plain=count, drafted=count, drafted_cut=count, tested=count,
-        accepted=count, emitted=count, overlap=jnp.zeros(batch, jnp.float32), drafted_at=by_depth,
-        tested_at=by_depth, accepted_at=by_depth,
+        rounds=count,
+        rounds_plain=count,
+        drafted=count,
+        drafted_cut=count,
+        tested=count,
+        accepted=count,
+        emitted=count,
+        overlap=jnp.zeros(batch, jnp.float32),
+        drafted_at=by_depth,
+        tested_at=by_depth,
+        accepted_at=by_depth,
         histogram=jnp.zeros((batch, depth + 1), jnp.int32),
     )
 
@@ -84,7 +92,10 @@ def tally(stats: Stats, outcome: Outcome, depth: Int[Array, "B N"]) -> Stats:
     drafted = tree.valid & within
     tested = verdict.tested & within
     on_path = _on_path(verdict.path, accepted, tree.tokens.shape[1])
-    by_depth = depth[..., None] == jnp.arange(1, stats.drafted_at.shape[1] + 1, dtype=jnp.int32)[None, None]
+    by_depth = (
+        depth[..., None]
+        == jnp.arange(1, stats.drafted_at.shape[1] + 1, dtype=jnp.int32)[None, None]
+    )
     some = drafted.any(1)
     length = jnp.arange(stats.histogram.shape[1], dtype=jnp.int32)[None]
     counted = (length == accepted[:, None]) & some[:, None]
@@ -137,7 +148,9 @@ def summary(stats: Stats) -> dict:
     out = {name: int(total[name]) for name in counts}
     speculative = out["rounds"] - out["rounds_plain"]
     marginal = [ratio(a, d) for a, d in zip(total["accepted_at"], total["drafted_at"], strict=True)]
-    conditional = [ratio(a, t) for a, t in zip(total["accepted_at"], total["tested_at"], strict=True)]
+    conditional = [
+        ratio(a, t) for a, t in zip(total["accepted_at"], total["tested_at"], strict=True)
+    ]
     return out | {
         "accepted_per_drafted": ratio(out["accepted"], out["drafted"]),
         "accepted_per_tested": ratio(out["accepted"], out["tested"]),

@@ -36,7 +36,9 @@ def ancestors(parent: Int[Array, "B N"], depth: int) -> Bool[Array, "B M M"]:
     """Which block tokens (root first, then nodes) each one descends from, itself included."""
     batch, nodes = parent.shape
     if is_chain(parent, depth):  # a constant, not a gather per level
-        return jnp.broadcast_to(jnp.asarray(np.tri(nodes + 1, dtype=bool)), (batch, nodes + 1, nodes + 1))
+        return jnp.broadcast_to(
+            jnp.asarray(np.tri(nodes + 1, dtype=bool)), (batch, nodes + 1, nodes + 1)
+        )
     up = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), parent + 1], axis=1)
     itself = jnp.broadcast_to(jnp.eye(nodes + 1, dtype=bool), (batch, nodes + 1, nodes + 1))
     seen = itself

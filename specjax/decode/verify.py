@@ -61,7 +61,9 @@ class GreedyMatch:
     def check(self, sampling_: sampling.Sampling) -> None:
         """Raises ValueError unless every row is greedy."""
         if np.any(np.asarray(sampling_.temperature) > sampling.GREEDY_TEMPERATURE):
-            raise ValueError("GreedyMatch is lossless at temperature 0 only; use SpeculativeSampling")
+            raise ValueError(
+                "GreedyMatch is lossless at temperature 0 only; use SpeculativeSampling"
+            )
 
     def walk(
         self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
@@ -111,7 +113,7 @@ def _log_next(tree_: TokenTree, log_p: Array, verdict: Verdict) -> Float[Array, 
     else:
         last = jnp.minimum(verdict.accepted, tree_.tokens.shape[1] - 1)
         log_q = _row(tree_.log_q.astype(log_p.dtype), last)
-    refused = verdict.tested.sum(1) > verdict.accepted
+    refused = verdict.tested.sum(1, dtype=jnp.int32) > verdict.accepted
     node = jnp.minimum(verdict.accepted, tree_.tokens.shape[1] - 1)[:, None]
     token = jnp.take_along_axis(tree_.tokens, node, axis=1)
     fixed = jnp.take_along_axis(tree_.q_row, node, axis=1) < 0
@@ -123,11 +125,12 @@ def _log_next(tree_: TokenTree, log_p: Array, verdict: Verdict) -> Float[Array, 
 def log_residual(log_p: Float[Array, "B V"], log_q: Float[Array, "B V"]) -> Float[Array, "B V"]:
     """log norm((p - q)+), or log p where that is zero everywhere (p = q up to rounding).
 
-    ``log p + log1p(-q/p)`` keeps the digits that ``log(p - q)`` in the probability domain loses.
+    ``log p + log(1 - q/p)`` by ``expm1`` keeps the digits that ``log(p - q)`` in the probability
+    domain loses, and those that ``log1p(-exp(log q - log p))`` loses where p and q almost agree.
     """
     more = log_p > log_q
-    ratio = jnp.exp(jnp.where(more & (log_q > -jnp.inf), log_q - log_p, -jnp.inf))
-    excess = jnp.where(more, log_p + jnp.log1p(-jnp.where(more, ratio, 0.0)), -jnp.inf)
+    gap = jnp.where(more, log_q, -jnp.inf) - jnp.where(more, log_p, 0.0)
+    excess = jnp.where(more, log_p + jnp.log(-jnp.expm1(gap)), -jnp.inf)
     total = jax.nn.logsumexp(excess, axis=-1, keepdims=True)
     some = total > -jnp.inf
     return jnp.where(some, excess - jnp.where(some, total, 0.0), log_p)

@@ -80,8 +80,9 @@ class SmallModel:
         """
         u = laws.uniform(laws.fold(keys, DRAFT), self.gamma)
         lag = text.length - state.cache.length
-        read = self.model.extend(params.draft, state.cache, _first_block(text, lag, self.gamma))
-        token, log_q = _sample(read.logits[:, 1:], sampling, u[:, 0])
+        first = _first_block(text, lag, self.gamma)
+        read = self.model.extend(params.draft, state.cache, first, logits_from=1)
+        token, log_q = _sample(read.logits, sampling, u[:, 0])
 
         def step(carry, inputs):
             open, token = carry

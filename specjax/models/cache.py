@@ -40,9 +40,7 @@ def write_open(old: Array, new: Array, at) -> Array:
     return lax.dynamic_update_slice(old, new, (zero, zero, jnp.asarray(at, jnp.int32), zero))
 
 
-def commit(
-    cache: Cache, open: Open, keep: Int[Array, "B K"], count: Int[Array, "B"]
-) -> Cache:
+def commit(cache: Cache, open: Open, keep: Int[Array, "B K"], count: Int[Array, "B"]) -> Cache:
     """Appends open slots ``keep[:count]`` to each row.
 
     All K slots are written (what lies behind ``count`` is overwritten by the next round), so the
@@ -50,8 +48,10 @@ def commit(
     """
     picked = jnp.clip(keep, 0, open.position.shape[1] - 1)[:, None, :, None]
     kv = tuple(
-        tuple(_append(old, jnp.take_along_axis(new, picked, axis=2), cache.length)
-              for old, new in zip(layer, fresh, strict=True))
+        tuple(
+            _append(old, jnp.take_along_axis(new, picked, axis=2), cache.length)
+            for old, new in zip(layer, fresh, strict=True)
+        )
         for layer, fresh in zip(cache.kv, open.kv, strict=True)
     )
     return cache._replace(kv=kv, length=cache.length + count)

@@ -64,7 +64,7 @@ def _fused(x: Array, weight: Array, dtype) -> Array:
 
 def rms_norm(x: Float[Array, "*rows K"], scale: Float[Array, "K"], eps: float) -> Array:
     """Root-mean-square norm without mean or bias, in at least float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     scale = scale.astype(wide.dtype)
     return (normed * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
@@ -95,7 +95,7 @@ def attend(
     Returns:
       ``[B, H, M, D]`` in the query's type; the softmax is in at least float32.
     """
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = np.promote_types(query.dtype, np.float32)
     scores = [
         jnp.einsum("bhmd,bhsd->bhms", query, key, preferred_element_type=wide) + bias.astype(wide)
         for key, _, bias in sources

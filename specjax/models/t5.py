@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
@@ -108,7 +109,7 @@ class T5:
         """Runs the encoder and prepares cross-attention; the text is the start token alone."""
         del taps  # the first round has no decoder state yet
         config, batch = self.config, prompt.tokens.shape[0]
-        mask = jnp.arange(prompt.tokens.shape[1])[None] < prompt.length[:, None]
+        mask = jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)[None] < prompt.length[:, None]
         encoded = encode(config, params, prompt.tokens, mask)
         cross = tuple(cross_kv(config, layer, encoded) for layer in _stack(params["decoder"]))
         shape = (batch, config.num_heads, slots, config.head_dim)
@@ -124,7 +125,15 @@ class T5:
         return Open(kv, jnp.zeros((batch, width), jnp.int32))
 
     def extend(
-        self, params: PyTree, cache: Cache, block: Block, open: Open | None = None, at=0, *, taps=()
+        self,
+        params: PyTree,
+        cache: Cache,
+        block: Block,
+        open: Open | None = None,
+        at=0,
+        *,
+        taps=(),
+        logits_from=0,
     ) -> Extended:
         """Reads ``block`` behind the cache. See `Model.extend`."""
         config = self.config
@@ -156,7 +165,7 @@ class T5:
         seen["last"] = x
         x = layers.rms_norm(x, params["decoder"]["decoder_norm"]["scale"], config.norm_eps)
         seen["final"] = x
-        logits = project_logits(config, params, x)
+        logits = project_logits(config, params, x[:, logits_from:])
         return Extended(logits, {name: seen[name] for name in taps}, Open(tuple(kv), open_position))
 
     def commit(self, cache: Cache, open: Open, keep, count) -> Cache:
@@ -258,7 +267,7 @@ def embed(config: T5Config, params: PyTree, tokens: Int[Array, "B M"]) -> Float[
 
 def project_logits(config: T5Config, params: PyTree, x: Float[Array, "B M d"]) -> Array:
     """Logits in float32 at least; through the embedding, scaled by d^-1/2, where it is tied."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = np.promote_types(x.dtype, np.float32)
     if config.logits_via_embedding:
         x = x * jnp.asarray(config.emb_dim**-0.5, x.dtype)
         return layers.linear(x, params["token_embedder"]["embedding"], wide)
@@ -334,7 +343,9 @@ def parameter_table(config: T5Config) -> PyTree[tuple]:
 
     def layer(attentions: dict[str, str]):
         out = {name: attention() for name in attentions}
-        out |= {f"pre_{norm_name}": norm() for norm_name in (*attentions.values(), "mlp_layer_norm")}
+        out |= {
+            f"pre_{norm_name}": norm() for norm_name in (*attentions.values(), "mlp_layer_norm")
+        }
         out["mlp"] = {n: weight(c.mlp_dim, "mlp", c.emb_dim, "embed") for n in _mlp_inputs(c)}
         out["mlp"]["wo"] = weight(c.emb_dim, "embed", c.mlp_dim, "mlp")
         return out if c.shared_relative_bias else out | {"relpos_bias": relpos()}

@@ -120,33 +120,57 @@ def train(
     """
     folder = pathlib.Path(output_dir).expanduser().resolve()
     optimizer = adam(schedule)
-    with ocp.CheckpointManager(folder / "checkpoints", options=_options()) as manager:
+    every = _Periods(checkpoint_period, evaluation_period, log_period)
+    with (
+        ocp.CheckpointManager(folder / "checkpoints", options=_options()) as manager,
+        _Log(folder) as log,
+        _stop_signal() as stopped,
+        _progress() as bar,
+    ):
         state = _start(recipe, optimizer, manager, seed, initial_params)
         run_step = make_step(recipe, optimizer)
         evaluate = make_evaluation(recipe, validation or {})
-        with _Log(folder) as log, _stop_signal() as stopped, _progress() as bar:
-            task = bar.add_task("training", total=schedule.steps, completed=int(state.step), loss="")
-            sums, since = {}, time.perf_counter()
-            for step in range(int(state.step), schedule.steps):
-                state, seen = run_step(state, batches[step])
-                sums = seen if not sums else jax.tree.map(jnp.add, sums, seen)
-                done = step + 1
-                if done % log_period == 0:
-                    report = averages(sums)
-                    report["tokens_per_second"] = report.pop("tokens") / (time.perf_counter() - since)
-                    log.write(done, "train", report)
-                    bar.update(task, loss=f"loss {report['loss']:.3f}")
-                    sums, since = {}, time.perf_counter()
-                if done % evaluation_period == 0 or done == schedule.steps:
-                    for name, report in evaluate(state.params).items():
-                        log.write(done, name, report)
-                    since = time.perf_counter()
-                bar.update(task, completed=done)
-                if done % checkpoint_period == 0 or done == schedule.steps or stopped():
-                    save(manager, state)
-                if stopped():
-                    break
+        task = bar.add_task("training", total=schedule.steps, loss="")
+        meter = _Meter()
+        for step in range(int(state.step), schedule.steps):
+            state, sums = run_step(state, batches[step])
+            meter.add(sums)
+            done, last = step + 1, step + 1 == schedule.steps
+            bar.update(task, completed=done)
+            if done % every.log == 0:
+                report = meter.read()
+                log.write(done, "train", report)
+                bar.update(task, loss=f"loss {report['loss']:.3f}")
+            if done % every.evaluation == 0 or last:
+                for name, report in evaluate(state.params).items():
+                    log.write(done, name, report)
+            if done % every.checkpoint == 0 or last or stopped():
+                save(manager, state)
+            if stopped():
+                break
     return state
+
+
+class _Periods(NamedTuple):
+    checkpoint: int
+    evaluation: int
+    log: int
+
+
+class _Meter:
+    """Sums of the steps since the last report, and how fast they came."""
+
+    def __init__(self):
+        self.sums, self.since = {}, time.perf_counter()
+
+    def add(self, sums: dict) -> None:
+        self.sums = jax.tree.map(jnp.add, self.sums, sums) if self.sums else sums
+
+    def read(self) -> dict[str, float]:
+        report = averages(self.sums)
+        report["tokens_per_second"] = report.pop("tokens") / (time.perf_counter() - self.since)
+        self.sums, self.since = {}, time.perf_counter()
+        return report
 
 
 def make_step(recipe: Recipe, optimizer: optax.GradientTransformation):
@@ -218,7 +242,8 @@ def load_params(output_dir: str, abstract: PyTree, step: int | None = None) -> P
         if step not in manager.all_steps():
             raise ValueError(f"no checkpoint of step {step} in {folder}: {manager.all_steps()}")
         args = ocp.args.PyTreeRestore(
-            {"params": abstract}, partial_restore=True,
+            {"params": abstract},
+            partial_restore=True,
             restore_args=ocp.checkpoint_utils.construct_restore_args({"params": abstract}),
         )
         return manager.restore(step, args=ocp.args.Composite(state=args))["state"]["params"]

@@ -63,7 +63,8 @@ def decode_pairs(
     target = pathlib.Path(output).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = []
-    for number in progress.track(range(0, len(plan), chunk), description=f"decoding to {target.name}"):
+    label = f"decoding to {target.name}"
+    for number in progress.track(range(0, len(plan), chunk), description=label):
         part = target.with_name(f"{target.stem}.part{number}.npz")
         if not part.exists():
             key = jax.random.fold_in(jax.random.key(seed), number)

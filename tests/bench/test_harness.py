@@ -1,0 +1,138 @@
+"""The harness: what is compared, how differences are judged, what the report says of it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import assets
+from specjax.bench import harness, report, run
+from specjax.bench.harness import Costs, Measured, Method, Run, Runner, Workload
+from specjax.data.vocabulary import Vocabulary
+from specjax.decode import stats
+from specjax.decode.interfaces import Params, Prompt
+from specjax.drafters.small_model import SmallModel
+from specjax.models.t5 import T5, T5Config
+
+TINY = T5Config(
+    vocab_size=8000, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32,
+    num_encoder_layers=1, num_decoder_layers=1,
+)
+
+
+@pytest.fixture(scope="module")
+def pair() -> assets.Pair:
+    """A random tiny target and a noisy copy of it as draft."""
+    model = T5(TINY)
+    target = model.init(jax.random.key(0))
+    noise = jax.random.key(1)
+    draft = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(noise, x.shape), target)
+    vocabulary = Vocabulary.load(assets.folder() / "sentencepiece.model")
+    return assets.Pair(model, target, model, draft, vocabulary)
+
+
+def made_up(prefill: float, decode: float, lengths: list[int], rounds: int) -> Run:
+    count = stats.empty(len(lengths), 1)
+    count = jax.tree.map(np.asarray, count._replace(rounds=jnp.full(len(lengths), rounds, jnp.int32)))
+    lengths = np.array(lengths)
+    return Run(np.zeros((len(lengths), 4)), lengths, np.ones(len(lengths)), prefill, decode, count)
+
+
+def test_seconds_per_token_are_summed_over_batches_before_dividing():
+    """Two batches of 3 and 1 tokens in 3 and 5 seconds: 2 seconds a token, not (1 + 5) / 2."""
+    measured = Measured([[made_up(1.0, 2.0, [3], 3), made_up(1.0, 4.0, [1], 1)]])
+    np.testing.assert_allclose(measured.per_token(), [2.0])
+    np.testing.assert_allclose(measured.per_token("decode_seconds"), [1.5])
+    assert harness.seconds_per_round(measured) == pytest.approx(6.0 / 4)
+
+
+def test_costs():
+    """gamma c + v is the round over the plain step, however it is split."""
+    costs = Costs(plain_seconds=2.0, draft_seconds=1.0, round_seconds=4.0)
+    assert costs.c(5) == pytest.approx(0.1)
+    assert costs.v == pytest.approx(1.5)
+    assert 5 * costs.c(5) + costs.v == pytest.approx(costs.round_seconds / costs.plain_seconds)
+
+
+def test_the_last_batch_is_filled_up_and_padding_rows_are_not_counted(pair):
+    workload = harness.load_workload("debian_ende", "report", pair.vocabulary, 5, 64, 4)
+    assert workload.real == [4, 1]
+    assert [len(p.length) for p in workload.prompts] == [4, 4]
+    assert len(workload.references) == 5
+    runner = Runner(pair.target, 4)
+    params = Params(pair.target_params, None)
+    found = harness.measure(runner, [Method("plain")], params, workload, 0.0, 1)
+    assert [len(r.lengths) for r in found[Method("plain")].runs[0]] == [4, 1]
+
+
+def test_halves_are_different_sentences(pair):
+    a, b = (
+        harness.load_workload("debian_synopsis", half, pair.vocabulary, 16, 64, 1)
+        for half in ("calibration", "report")
+    )
+    tokens = lambda w: {np.asarray(p.tokens).tobytes() for p in w.prompts}  # noqa: E731
+    assert not tokens(a) & tokens(b)
+
+
+def test_too_few_sentences_is_one_clear_line(pair):
+    with pytest.raises(ValueError, match="debian_ende report: 1000 examples asked for"):
+        harness.load_workload("debian_ende", "report", pair.vocabulary, 1000, 64, 1)
+
+
+def test_differences_are_judged_by_the_plain_program(pair):
+    """A planted wrong token is found, and is no near-tie; equal runs have no difference."""
+    texts = ["translate English to German: A library.", "summarize: A tool."]
+    prompt = Prompt(*map(jnp.asarray, pair.vocabulary.batch(texts, 16)))
+    workload = Workload("debian_ende", [prompt], [2], texts)
+    runner, params = Runner(pair.target, 6), Params(pair.target_params, pair.draft_params)
+    plain = runner(Method("plain"), params, prompt, 2, 0.0)
+    other = runner(Method("small model", 2, SmallModel(pair.draft, 2)), params, prompt, 2, 0.0)
+    assert harness.differences(runner, params, workload, [plain], [other]) == []
+    wrong = plain.tokens.copy()
+    wrong[1, 3] = (wrong[1, 3] + 17) % 8000
+    (found,) = harness.differences(runner, params, workload, [plain], [plain._replace(tokens=wrong)])
+    assert (found.row, found.position, found.near_tie) == (1, 3, False)
+    assert found.gap > 1e-3
+
+
+def test_settings_say_what_is_wrong():
+    with pytest.raises(ValueError, match="gammas must hold 0"):
+        run.Settings(gammas=(1, 3))
+    with pytest.raises(ValueError, match="gamma must not be negative"):
+        run.Settings(gammas=(0, -1))
+    with pytest.raises(ValueError, match="at least 2 sentences"):
+        run.Settings(sentences=1)
+
+
+@pytest.mark.slow
+def test_a_whole_report(pair, tmp_path, monkeypatch):
+    """A tiny bench writes rows with the documented keys, equal greedy output, and pictures."""
+    monkeypatch.setattr(assets, "load_pair", lambda: pair)
+    settings = run.Settings(
+        gammas=(0, 2), batch_sizes=(1, 2), sentences=4, repeats=2, max_decode_len=8
+    )
+    run.bench(settings, str(tmp_path))
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert len(content["rows"]) == 2 * 2 * 2 * 2  # tasks, temperatures, gammas, batch sizes
+    keys = """task model method temperature gamma batch_size tokens seconds tokens_per_second speedup
+        speedup_quartiles acceptance_rate block_efficiency identical differences predicted_speedup
+        predicted_from_alpha c v compile_seconds""".split()
+    for row in content["rows"]:
+        assert not set(keys) - set(row)
+        assert row["identical"] is (True if row["temperature"] == 0 else None)
+        assert row["emitted"] == row["tokens"]
+        if row["gamma"] == 0:
+            assert row["speedup"] == 1.0 and row["block_efficiency"] == pytest.approx(1.0)
+    text = (tmp_path / "report.md").read_text()
+    assert "identical to plain decoding's" in text
+    for name in ("speedup.png", "acceptance.png", "trace-debian_ende.png", "bandwidth.png"):
+        assert (tmp_path / name).stat().st_size > 5000 and name in text
+
+
+def test_cells():
+    assert report.cell("alpha", None) == "–"
+    assert report.cell("identical", False) == "NO"
+    assert report.cell("c", 0.0512) == "0.051"
+    assert report.cell("speedup_quartiles", [1.0, 2.0]) == "1.00–2.00"
