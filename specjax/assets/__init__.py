@@ -4,6 +4,7 @@ import importlib.resources
 import pathlib
 from typing import NamedTuple
 
+import jax
 from jaxtyping import PyTree
 
 from specjax.checkpoints import int8
@@ -35,7 +36,7 @@ class Pair(NamedTuple):
 
 
 def load_pair() -> Pair:
-    """Loads the shipped pair.
+    """Loads the shipped pair; on a CPU its weights are laid out for decoding there (`T5.tile`).
 
     Returns:
       Models, parameters and vocabulary.
@@ -49,6 +50,8 @@ def load_pair() -> Pair:
         if missing:
             raise ValueError(f"{' and '.join(missing)} missing in {path}: {REBUILD}")
         target, draft = (int8.load_model(file) for file in files)
+        if jax.default_backend() == "cpu":
+            target, draft = ((model, model.tile(params)) for model, params in (target, draft))
         return Pair(*target, *draft, Vocabulary.load(path / "sentencepiece.model"))
 
 

@@ -137,7 +137,8 @@ def _overlap(tree: TokenTree, log_p: Array, tested: Array) -> Float[Array, "B"]:
         rows = jnp.clip(tree.q_row, 0)[..., None]
         log_q = jnp.take_along_axis(tree.log_q.astype(log_p.dtype), rows, axis=1)
         beta = jnp.where(tree.q_row < 0, fixed, jnp.exp(jnp.minimum(parents, log_q)).sum(-1))
-    return jnp.where(tested, beta, 0.0).sum(1).astype(jnp.float32)
+    known = tested & ~jnp.isnan(beta)  # a draft whose q is NaN is refused for sure
+    return jnp.where(known, beta, 0.0).sum(1).astype(jnp.float32)
 
 
 def summary(stats: Stats) -> dict:

@@ -47,9 +47,12 @@ def commit(cache: Cache, open: Open, keep: Int[Array, "B K"], count: Int[Array, 
     cache must have room for ``length + K``: `dynamic_update_slice` would otherwise shift the write.
     """
     picked = jnp.clip(keep, 0, open.position.shape[1] - 1)[:, None, :, None]
+    # The minimum is 0, which XLA cannot know: the write depends on what the step has found, and so
+    # comes after the reads. Else both would be free to move, and XLA copies the cache, twice a step.
+    start = cache.length + jnp.minimum(count, 0)
     kv = tuple(
         tuple(
-            _append(old, jnp.take_along_axis(new, picked, axis=2), cache.length)
+            _append(old, jnp.take_along_axis(new, picked, axis=2), start)
             for old, new in zip(layer, fresh, strict=True)
         )
         for layer, fresh in zip(cache.kv, open.kv, strict=True)

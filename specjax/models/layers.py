@@ -4,7 +4,7 @@ Axis letters: B rows, M block tokens, S cache slots, W open slots, H heads, D he
 K inputs and N outputs of a projection, V vocabulary, R rows of a matrix product.
 
 Weights are stored ``[out, in]`` (the leaf is called ``weight``, as in PyTorch; T5X's ``kernel`` is
-its transpose), so that one output is one contiguous row: the layout the CPU form below streams.
+its transpose). For decoding on a CPU they can be laid out in tiles, see `tile`.
 """
 
 import math
@@ -15,22 +15,26 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-# Row counts for which XLA's CPU dot packs the whole weight matrix again at each call. Measured by
-# scripts/bench_linear.py; below and above these the dot is the faster form.
+# Outputs per tile of a tiled weight: the widest that divides the outputs is taken.
+TILES = (64, 32, 16)
+# Up to this many rows a tiled weight is multiplied and summed in one fused loop, on a CPU.
+TILED_ROWS = 64
+# The same for a weight that is not tiled: outside these the dot is the faster form.
 FUSED_ROWS = range(2, 17)
 
 
-def linear(x: Float[Array, "*rows K"], weight: Float[Array, "N K"], dtype=None) -> Array:
+def linear(x: Float[Array, "*rows K"], weight: Float[Array, "..."], dtype=None) -> Array:
     """Projects the last axis: ``x @ weight.T``.
 
-    On a CPU, 2 to 16 rows are multiplied and summed in one fused loop over the weight matrix, which
-    then is read once; everywhere else, and for all other row counts, this is ``dot_general``. The
-    platform is decided when the program is lowered, never by the default backend, so that a TPU
-    program lowered from a CPU process holds the dot.
+    XLA's CPU dot packs the weight matrix again at each call, which costs more than the product when
+    rows are few. There, few rows are multiplied and summed in one fused loop over the weights: as
+    fast as memory delivers them for 1 to 4 rows if they are tiled (`tile`). Everywhere else this is
+    ``dot_general``. The platform is decided when the program is lowered, never by the default
+    backend, so that a TPU program lowered from a CPU process holds the dot.
 
     Args:
       x: activations ``[..., K]``.
-      weight: ``[N, K]``.
+      weight: ``[N, K]``, or tiled ``[N / T, K, T]``.
       dtype: type of the result (and of the accumulation); ``x.dtype`` by default.
 
     Returns:
@@ -39,11 +43,25 @@ def linear(x: Float[Array, "*rows K"], weight: Float[Array, "N K"], dtype=None) 
     dtype = dtype or x.dtype
     weight = weight.astype(x.dtype)
     rows = math.prod(x.shape[:-1])
-    if rows in FUSED_ROWS:
-        return lax.platform_dependent(
-            x, weight, cpu=lambda x, w: _fused(x, w, dtype), default=lambda x, w: _dot(x, w, dtype)
-        )
-    return _dot(x, weight, dtype)
+    if weight.ndim == 3:
+        dot, few = _tiled_dot, _tiled if rows <= TILED_ROWS else _tiled_batch
+    else:
+        dot, few = _dot, _fused if rows in FUSED_ROWS else _dot
+    return lax.platform_dependent(
+        x, weight, cpu=lambda x, w: few(x, w, dtype), default=lambda x, w: dot(x, w, dtype)
+    )
+
+
+def tile(weight: Float[Array, "N K"]) -> Array:
+    """Lays a weight out as ``[N / T, K, T]`` for few rows on a CPU; unchanged where no T divides N.
+
+    T outputs lie side by side, so that the sum over K runs in vector registers, one accumulator per
+    output and row, through memory in order.
+    """
+    width = next((t for t in TILES if weight.shape[0] % t == 0), None)
+    if width is None:
+        return weight
+    return weight.reshape(-1, width, weight.shape[1]).transpose(0, 2, 1)
 
 
 def _dot(x: Array, weight: Array, dtype) -> Array:
@@ -51,15 +69,44 @@ def _dot(x: Array, weight: Array, dtype) -> Array:
     return lax.dot_general(x, weight, contract, preferred_element_type=dtype)
 
 
+def _tiled_dot(x: Array, weight: Array, dtype) -> Array:
+    return _dot(x, weight, dtype).reshape(*x.shape[:-1], -1)
+
+
+def _tiled_batch(x: Array, weight: Array, dtype) -> Array:
+    """One dot per tile, as a batch: a dot over all tiles would first transpose the weights."""
+    flat = x.reshape(-1, x.shape[-1])
+    rows = lax.optimization_barrier(jnp.broadcast_to(flat, (weight.shape[0], *flat.shape)))
+    batched = (((2,), (1,)), ((0,), (0,)))
+    out = lax.dot_general(rows, weight, batched, preferred_element_type=dtype)
+    return out.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+
+
+def _tiled(x: Array, weight: Array, dtype) -> Array:
+    flat, weight = _together(x, weight, dtype)
+    if flat.shape[0] == 1:
+        out = (weight * flat[0][None, :, None]).sum(1)
+    else:
+        out = (weight[:, None] * flat[None, :, :, None]).sum(2).transpose(1, 0, 2)
+    return out.reshape(*x.shape[:-1], -1)
+
+
 def _fused(x: Array, weight: Array, dtype) -> Array:
-    # The barrier ties the weights to the activations: otherwise XLA sees a loop-invariant broadcast of
-    # the weights, hoists it out of the decode loop and reads rows times as many bytes in each step.
-    x, weight = lax.optimization_barrier((x, weight))
-    flat = x.reshape(-1, x.shape[-1]).astype(dtype)
+    flat, weight = _together(x, weight, dtype)
     rows = flat.shape[0]
     padded = jnp.pad(flat, ((0, -rows % 8), (0, 0)))  # whole vector registers
-    product = (weight.astype(dtype)[:, :, None] * padded.T[None]).sum(1)
+    product = (weight[:, :, None] * padded.T[None]).sum(1)
     return product[:, :rows].T.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _together(x: Array, weight: Array, dtype) -> tuple[Array, Array]:
+    """Rows ``[R, K]`` and weights, tied by a barrier.
+
+    Without it XLA sees a loop-invariant broadcast of the weights, hoists it out of the decode loop
+    and reads rows times as many bytes in each step.
+    """
+    x, weight = lax.optimization_barrier((x, weight))
+    return x.reshape(-1, x.shape[-1]).astype(dtype), weight.astype(dtype)
 
 
 def rms_norm(x: Float[Array, "*rows K"], scale: Float[Array, "K"], eps: float) -> Array:
@@ -111,8 +158,8 @@ def attend(
 
 
 def mask_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """0 where the mask holds, -inf elsewhere."""
-    return jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32)
+    """0 where the mask holds, -inf elsewhere; weakly typed, it takes the type of what it joins."""
+    return jnp.where(mask, 0.0, -jnp.inf)
 
 
 def bucket_edges(buckets: int, max_distance: int) -> np.ndarray:

@@ -103,6 +103,18 @@ class T5:
     def logical_axes(self) -> PyTree[tuple[str, ...]]:
         return jax.tree.map(lambda leaf: leaf[1], parameter_table(self.config), is_leaf=_is_leaf)
 
+    def tile(self, params: PyTree) -> PyTree:
+        """The parameters with every weight laid out for decoding on a CPU (`layers.tile`).
+
+        Numerically the same model; `layers.linear` takes either layout. On accelerators leave the
+        weights as they are.
+        """
+
+        def of(path, leaf):
+            return layers.tile(leaf) if path[-1].key == "weight" else leaf
+
+        return jax.tree.map_with_path(of, params)
+
     # Decoding.
 
     def prefill(self, params: PyTree, prompt: Prompt, slots: int, *, taps=()) -> Prefilled:

@@ -60,6 +60,8 @@ def decode_pairs(
       Inputs with the target's outputs.
     """
     plan = _plan(pairs, batch_size, lengths)
+    if jax.default_backend() == "cpu":
+        params = model.tile(params)
     target = pathlib.Path(output).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = []
