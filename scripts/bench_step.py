@@ -14,13 +14,13 @@ import argparse
 import dataclasses
 import functools
 
-import gin
 import jax
 import jax.numpy as jnp
 from jax import lax
 from rich.console import Console
 from rich.table import Table
 
+from specjax import config
 from specjax.bench import machine, timing
 from specjax.decode import loop, tree
 from specjax.decode.interfaces import Params, Prompt
@@ -61,10 +61,9 @@ class FreeDraft:
 
 
 def load_model(name: str) -> T5:
-    """The model of ``configs/models/<name>.gin``."""
-    with gin.unlock_config():
-        gin.parse_config_file(name if name.endswith(".gin") else f"configs/models/{name}.gin")
-        return gin.query_parameter("%MODEL").scoped_configurable_fn()
+    """The model of ``configs/models/<name>.gin``, or of a path."""
+    config.parse([name if name.endswith(".gin") else f"configs/models/{name}.gin"])
+    return config.macro("MODEL")
 
 
 def rounds(decoder: Decoder, params: Params, state: State, sampling: Sampling, count) -> State:
@@ -75,33 +74,32 @@ def rounds(decoder: Decoder, params: Params, state: State, sampling: Sampling, c
 
 
 def prepare(decoder: Decoder, params: Params, args) -> tuple[State, Sampling]:
-    """A state with ``args.cached`` tokens behind it."""
-    tokens = jax.random.randint(
-        jax.random.key(1), (args.batch, args.input_length), 2, decoder.model.vocab_size
-    ).astype(jnp.int32)
+    """The state after the encoder has read random tokens."""
+    shape, vocab = (args.batch, args.input_length), decoder.model.vocab_size
+    tokens = jax.random.randint(jax.random.key(1), shape, 2, vocab, jnp.int32)
     prompt = Prompt(tokens, jnp.full(args.batch, args.input_length, jnp.int32))
     keys = jax.random.split(jax.random.key(2), args.batch)
     state = loop.jit_start(decoder, params, prompt, keys)
-    sampling = Sampling(args.temperature).rows(args.batch)
-    return state, sampling
+    return state, Sampling(args.temperature).rows(args.batch)
 
 
 def measure(model: T5, args) -> dict:
     """Seconds per round by block length, the bytes of a step, and compile seconds."""
-    params = Params(jax.jit(model.init)(jax.random.key(0)), None)
+    weights = jax.jit(model.init)(jax.random.key(0))
+    params = Params(model.tile(weights) if args.layout == "tiled" else weights, None)
+    before = args.cached - args.rounds // 2
+    # A block that random weights accept now and then must not end the row before the rounds do.
+    limit = args.cached + args.rounds + 4 * max(args.blocks, default=1)
     calls, compile_seconds, size = {}, {}, None
     for tokens in (1, *args.blocks):
         drafter = FreeDraft(tokens - 1) if tokens > 1 else None
-        # Room for blocks that are accepted whole: they are not, but a full buffer would end the row.
-        room = args.cached + args.rounds * tokens + tokens
-        decoder = Decoder(model, args.max_decode_len or room, drafter, eos_id=-1)
+        decoder = Decoder(model, limit, drafter, eos_id=-1)
         state, sampling = prepare(decoder, params, args)
         run, compile_seconds[tokens] = timing.compiled(
             functools.partial(rounds, decoder), params, state, sampling, jnp.int32(1)
         )
-        if tokens == 1:
-            size = machine.bytes_per_step(model, params.target, state.cache)
-        state = run(params, state, sampling, jnp.int32(args.cached - args.rounds // 2))
+        size = size or machine.bytes_per_step(model, params.target, state.cache)
+        state = run(params, state, sampling, jnp.int32(before))
         calls[tokens] = functools.partial(run, params, state, sampling, jnp.int32(args.rounds))
     taken = timing.interleaved(calls, args.repeats)
     steps = {tokens: samples / args.rounds for tokens, samples in taken.items()}
@@ -118,15 +116,15 @@ def show(name: str, found: dict, probes: dict[str, float], args) -> None:
     )
     plain = found["steps"][1]
     table = Table(
-        title=f"{name}, batch {args.batch}, T = {args.temperature:g}, {args.cached} cached"
+        title=f"{name}, {args.layout} weights, batch {args.batch}, T = {args.temperature:g}"
     )
     for title in ("tokens", "ms", "over plain", "over bound", "compile s"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for tokens, step in found["steps"].items():
         over = (step / plain).text(2) if tokens > 1 else "1"
         seconds = found["compile_seconds"][tokens]
         table.add_row(
-            f"{tokens}", (step * 1e3).text(), over, (step / bound).text(), f"{seconds:.1f}"
+            f"{tokens}", (step * 1e3).text(), over, f"{(step / bound).median:.2f}", f"{seconds:.1f}"
         )
     console.print(table)
 
@@ -144,7 +142,7 @@ def main() -> None:
     )
     parser.add_argument("--cached", type=int, default=64, help="tokens in the cache, on average")
     parser.add_argument("--input_length", type=int, default=64)
-    parser.add_argument("--max_decode_len", type=int, default=0, help="0: as many as are needed")
+    parser.add_argument("--layout", choices=("tiled", "plain"), default="tiled", help="of weights")
     parser.add_argument("--rounds", type=int, default=16, help="per timed call")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--temperature", type=float, default=0.0)

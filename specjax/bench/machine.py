@@ -44,7 +44,7 @@ def bandwidth_probes(megabytes: int = 256, repeats: int = 7) -> dict[str, float]
 
     Returns:
       ``sum`` (reads one big array), ``dot`` (one-row products with distinct weights, as a decoder
-      makes them), ``triad`` (a + s b into a third array; the write counts once).
+      makes them), ``triad`` (a = b + s a, in place: two reads and a write).
     """
     size = megabytes * 2**20
     calls = {"sum": _sum_probe(size), "dot": _dot_probe(size), "triad": _triad_probe(size)}
@@ -60,8 +60,14 @@ def _sum_probe(size: int):
 
 def _triad_probe(size: int):
     a, b = (jnp.full(size // 12, value, jnp.float32) for value in (1.0, 2.0))
-    triad, _ = timing.compiled(lambda a, b: a + jnp.float32(3) * b, a, b)
-    return functools.partial(triad, a, b), 3 * a.nbytes
+    triad, _ = timing.compiled(lambda a, b: b + jnp.float32(0.5) * a, a, b, donate_argnums=0)
+    held = [a]
+
+    def call():  # in place: a fresh output would measure page faults
+        held[0] = triad(held[0], b)
+        return held[0]
+
+    return call, 3 * b.nbytes
 
 
 def _dot_probe(size: int):

@@ -1,0 +1,51 @@
+"""Weights in tiles: the same numbers from another layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import Prompt, generate
+from specjax.models import layers
+from specjax.models.t5 import T5, T5Config
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 64, 65, 100])
+@pytest.mark.parametrize("outputs", [64, 96, 16])
+def test_linear_takes_either_layout(rows, outputs, getkey):
+    """Few rows (fused), many (batched dots), and all tile widths equal the plain product."""
+    weight = jax.random.normal(getkey(), (outputs, 24))
+    x = jax.random.normal(getkey(), (rows, 24))
+    tiled = layers.tile(weight)
+    assert tiled.ndim == 3 and tiled.size == weight.size
+    got = jax.jit(layers.linear)(x, tiled)
+    np.testing.assert_allclose(got, np.asarray(x) @ np.asarray(weight).T, atol=2e-5)
+
+
+def test_leading_axes_are_kept(getkey):
+    weight = layers.tile(jax.random.normal(getkey(), (32, 8)))
+    assert layers.linear(jax.random.normal(getkey(), (2, 3, 8)), weight).shape == (2, 3, 32)
+
+
+def test_what_no_tile_divides_stays_as_it_is(getkey):
+    weight = jax.random.normal(getkey(), (20, 8))
+    assert layers.tile(weight) is weight
+
+
+def test_tiles_hold_the_outputs_side_by_side():
+    weight = jnp.arange(64 * 2, dtype=jnp.float32).reshape(64, 2)
+    np.testing.assert_array_equal(layers.tile(weight)[0, 1], weight[:, 1])
+
+
+def test_a_tiled_model_decodes_the_same_tokens():
+    config = T5Config(
+        vocab_size=64, emb_dim=32, num_heads=2, head_dim=16, mlp_dim=48,
+        num_encoder_layers=1, num_decoder_layers=2,
+    )  # fmt: skip
+    model = T5(config)
+    params = model.init(jax.random.key(0))
+    prompt = Prompt(jnp.asarray([[5, 9, 33, 1], [7, 1, 0, 0]]), jnp.asarray([4, 2]))
+    plain = generate(model, params, prompt, max_decode_len=12)
+    tiled = generate(model, model.tile(params), prompt, max_decode_len=12)
+    np.testing.assert_array_equal(plain.tokens, tiled.tokens)
+    np.testing.assert_allclose(plain.log_probs, tiled.log_probs, atol=1e-5)
