@@ -40,7 +40,7 @@ is_installed() {
 
 use_venv() {
   local extras="${1:-}" python mark
-  if [[ ! -x $VENV/bin/python ]]; then
+  if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or half made
     python="$(find_python)"
     say "making $VENV with $python"
     "$python" -m venv "$VENV"

@@ -11,7 +11,6 @@ repeats.
 """
 
 import argparse
-import dataclasses
 import functools
 
 import jax
@@ -21,49 +20,24 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import config
-from specjax.bench import machine, timing
-from specjax.decode import loop, tree
+from specjax.analysis import theory
+from specjax.bench import harness, machine, timing
+from specjax.bench.free_draft import FreeDraft
+from specjax.decode import loop
 from specjax.decode.interfaces import Params, Prompt
 from specjax.decode.loop import Decoder, State
 from specjax.decode.sampling import Sampling
+from specjax.drafters.small_model import SmallModel
 from specjax.models.t5 import T5
 
-
-@dataclasses.dataclass(frozen=True)
-class FreeDraft:
-    """Proposes arbitrary tokens at no cost, so that a round is its verify block and the rest."""
-
-    gamma: int
-
-    taps = ()
-    reach = 0
-
-    @property
-    def depth(self) -> int:
-        return self.gamma
-
-    nodes = depth
-
-    def init(self, params, prefilled, slots):
-        return ()
-
-    def propose(self, params, state, text, sampling, keys):
-        tokens = (
-            jnp.broadcast_to(loop.newest(text)[:, None], (text.length.shape[0], self.gamma)) ^ 1
-        )
-        return tree.chain(tokens, jnp.ones_like(tokens, bool), None), state
-
-    def observe(self, params, state, outcome):
-        return state
-
-    def rewind(self, state, length):
-        return state
+# Speed-ups whose α is printed.
+WANTED = (1.3, 1.7, 2.0)
 
 
-def load_model(name: str) -> T5:
+def load_model(name: str, macro: str = "MODEL") -> T5:
     """The model of ``configs/models/<name>.gin``, or of a path."""
     config.parse([name if name.endswith(".gin") else f"configs/models/{name}.gin"])
-    return config.macro("MODEL")
+    return config.macro(macro)
 
 
 def rounds(decoder: Decoder, params: Params, state: State, sampling: Sampling, count) -> State:
@@ -92,7 +66,7 @@ def measure(model: T5, args) -> dict:
     limit = args.cached + args.rounds + 4 * max(args.blocks, default=1)
     calls, compile_seconds, size = {}, {}, None
     for tokens in (1, *args.blocks):
-        drafter = FreeDraft(tokens - 1) if tokens > 1 else None
+        drafter = FreeDraft(tokens - 1, model.vocab_size) if tokens > 1 else None
         decoder = Decoder(model, limit, drafter, eos_id=-1)
         state, sampling = prepare(decoder, params, args)
         run, compile_seconds[tokens] = timing.compiled(
@@ -129,6 +103,24 @@ def show(name: str, found: dict, probes: dict[str, float], args) -> None:
     console.print(table)
 
 
+def show_required(model: T5, draft: T5, steps: dict, args) -> None:
+    """The α that each speed-up (without prefill) needs, by Theorem 3.8 with v, from c and v here."""
+    weights = [jax.jit(m.init)(jax.random.key(i)) for i, m in enumerate((model, draft))]
+    if args.layout == "tiled":
+        weights = [m.tile(w) for m, w in zip((model, draft), weights, strict=True)]
+    runner = harness.Runner(model, args.cached)
+    tokens = jnp.ones((args.batch, args.input_length), jnp.int32)
+    prompt = Prompt(tokens, jnp.full(args.batch, args.input_length, jnp.int32))
+    for gamma in (count - 1 for count in steps if count > 1):
+        method = harness.Method("small model", gamma, SmallModel(draft, gamma))
+        drafting = harness.draft_seconds(runner, method, Params(*weights), prompt)
+        c = drafting / gamma / steps[1].median
+        v = (steps[gamma + 1] / steps[1]).median
+        needed = {w: theory.required_alpha(w, c, gamma, v) for w in WANTED}
+        shown = ", ".join(f"{w}x {'–' if a is None else f'{a:.2f}'}" for w, a in needed.items())
+        print(f"gamma {gamma}: c {c:.3f}, v {v:.2f}; alpha needed for {shown}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,9 +138,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16, help="per timed call")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--draft", help="a draft's file: prints c and the α that speed-ups need")
     args = parser.parse_args()
-    probes = machine.bandwidth_probes()
-    show(args.model, measure(load_model(args.model), args), probes, args)
+    probes, model = machine.bandwidth_probes(), load_model(args.model)
+    found = measure(model, args)
+    show(args.model, found, probes, args)
+    if args.draft:
+        show_required(model, load_model(args.draft, "DRAFT"), found["steps"], args)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="binds the macros MODEL and DRAFT; may be repeated. Default: "
         "configs/models/debian_target.gin and configs/models/debian_draft.gin",
     )
+    add("--only", choices=tuple(MODELS), help="export one of them, leaving the other as it is")
     assets = ROOT / "specjax" / "assets" / "debian"
     add("--output_dir", type=pathlib.Path, default=assets, help="default: the package's assets")
     args = parser.parse_args(argv)
@@ -149,14 +150,15 @@ def main(argv: list[str] | None = None) -> None:
     """Exports both; a ValueError ends in one line."""
     args = parse_args(argv)
     runs = {"target": args.target_run, "draft": args.draft_run}
+    wanted = {role: run for role, run in runs.items() if args.only in (None, role)}
     try:
         models = read_models(args.gin_file)
         # Both are looked for before one is written: no new target stands beside an old draft.
-        steps = {role: newest_step(run) for role, run in runs.items()}
+        steps = {role: newest_step(run) for role, run in wanted.items()}
         args.output_dir.mkdir(parents=True, exist_ok=True)
         done = [
             export(models[role], run, steps[role], args.output_dir / f"{role}.int8.safetensors")
-            for role, run in runs.items()
+            for role, run in wanted.items()
         ]
         export_curves(runs, args.output_dir)
     except ValueError as error:

@@ -8,15 +8,16 @@ import gin
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def parse(gin_files: list[str], bindings: list[str] = ()) -> None:
-    """Reads gin files, found relative to the working directory or to the source tree.
+def parse(gin_files: list[str], bindings: list[str] = (), search_paths: list[str] = ()) -> None:
+    """Reads gin files, found relative to the working directory, ``search_paths`` or the source tree.
 
     Raises:
       ValueError: a file is not there.
     """
     with gin.unlock_config():
         gin.clear_config()
-        gin.add_config_file_search_path(str(ROOT))
+        for path in (*search_paths, str(ROOT)):
+            gin.add_config_file_search_path(path)
         try:
             gin.parse_config_files_and_bindings(gin_files, list(bindings))
         except OSError as error:

@@ -20,6 +20,7 @@ flags.DEFINE_multi_string(
     "gin_bindings", [], "A gin binding; --gin.NAME=VALUE is short for --gin_bindings=NAME=VALUE."
 )
 flags.DEFINE_multi_string("gin_search_paths", ["."], "Where gin files are looked for.")
+flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not one line.")
 
 
 def main(argv: list[str]) -> None:
@@ -27,11 +28,11 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     try:
         run()
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # the user's input, in one line; bugs keep their traceback
+    except (ValueError, OSError) as error:
+        if flags.FLAGS.traceback:
+            raise
         print(f"specjax: {' '.join(str(error).split())}", file=sys.stderr)
+        print("specjax: --traceback shows where", file=sys.stderr)
         sys.exit(2)
 
 
@@ -39,9 +40,9 @@ def run() -> None:
     """Reads the gin files and calls what ``--run_mode`` names with its bindings."""
     import gin  # late, so that --help answers at once
 
-    for path in flags.FLAGS.gin_search_paths:
-        gin.add_config_file_search_path(path)
-    gin.parse_config_files_and_bindings(flags.FLAGS.gin_file, flags.FLAGS.gin_bindings)
+    from specjax import config
+
+    config.parse(flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths)
     module, _, name = MODES[flags.FLAGS.run_mode].rpartition(".")
     gin.get_configurable(getattr(importlib.import_module(module), name))()
 

@@ -30,6 +30,7 @@ def test_a_wrong_mode_is_one_clear_line():
 def test_a_missing_gin_file_is_one_clear_line():
     out = run("--run_mode=bench", "--gin_file=configs/no_such.gin")
     assert out.returncode == 2
-    assert out.stderr.strip().splitlines()[-1].startswith("specjax: ")
+    lines = out.stderr.strip().splitlines()[-2:]
+    assert lines[0].startswith("specjax: ") and lines[1] == "specjax: --traceback shows where"
     assert "Traceback" not in out.stderr
     assert "no_such.gin" in out.stderr

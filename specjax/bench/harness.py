@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import PyTree
 from rich import progress as rich_progress
 
+from specjax.bench.free_draft import FreeDraft
 from specjax.data import samples
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop, stats, stopping
@@ -101,14 +102,26 @@ class Runner:
     seed: int = 0
 
     def __call__(
-        self, method: Method, params: Params, prompt: Prompt, real: int, temperature: float
+        self,
+        method: Method,
+        params: Params,
+        prompt: Prompt,
+        real: int,
+        temperature: float,
+        first: int = 0,
+        repeat: int = 0,
     ) -> Run:
-        """Decodes one batch, blocking after prefill and at the end."""
+        """Decodes one batch, blocking after prefill and at the end.
+
+        ``first`` numbers the batch's first prompt, ``repeat`` the repeat: every prompt of every
+        repeat has random numbers of its own, whatever the batch size.
+        """
         decoder = Decoder(self.model, self.max_decode_len, method.drafter, eos_id=self.model.eos_id)
         batch = prompt.tokens.shape[0]
         both = params if method.drafter is not None else Params(params.target, None)
-        ids = jnp.arange(batch, dtype=jnp.int32)
-        keys = laws.fold(jnp.broadcast_to(jax.random.key(self.seed), (batch,)), ids)
+        ids = first + jnp.arange(batch, dtype=jnp.int32)
+        key = jax.random.fold_in(jax.random.key(self.seed), repeat)
+        keys = laws.fold(jnp.broadcast_to(key, (batch,)), ids)
         sampling = Sampling(temperature).rows(batch)
         jax.block_until_ready((keys, sampling))
         began = time.perf_counter()
@@ -145,12 +158,11 @@ class Measured(NamedTuple):
         return self.seconds(part) / np.maximum(self.tokens(), 1)
 
     def summary(self) -> dict:
-        """Counts and ratios of one repeat (all repeats decode the same)."""
-        first = self.runs[0]
-        joined = stats.Stats(
-            *(np.concatenate(parts) for parts in zip(*(run.stats for run in first), strict=True))
+        """Counts of all repeats together, and the ratios made of them."""
+        runs = [run.stats for repeat in self.runs for run in repeat]
+        return stats.summary(
+            stats.Stats(*(np.concatenate(parts) for parts in zip(*runs, strict=True)))
         )
-        return stats.summary(joined)
 
 
 def load_workload(
@@ -190,10 +202,13 @@ def measure(
     """Interleaved runs of all methods: the order rotates from batch to batch and repeat to repeat."""
     runs = {method: [[] for _ in range(repeats)] for method in methods}
     for repeat in range(repeats):
+        first = 0
         for i, (prompt, real) in enumerate(zip(workload.prompts, workload.real, strict=True)):
             shift = (i + repeat) % len(methods)
             for method in methods[shift:] + methods[:shift]:
-                runs[method][repeat].append(runner(method, params, prompt, real, temperature))
+                run = runner(method, params, prompt, real, temperature, first, repeat)
+                runs[method][repeat].append(run)
+            first += real
             tick()
     return {method: Measured(r) for method, r in runs.items()}
 
@@ -211,21 +226,18 @@ def warm_up(runner: Runner, methods: list[Method], params: Params, workload: Wor
     return seconds
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _draft_rounds(drafter: Drafter, params: Params, state, text, rounds: int):
-    """Proposes ``rounds`` times; each depends on the one before, so that none is hoisted or dropped."""
-    batch = text.length.shape[0]
-    keys = jnp.broadcast_to(jax.random.key(0), (batch,))
-    sampling = Sampling(0.0).rows(batch)
+@functools.partial(jax.jit, static_argnums=0)
+def _draft_rounds(drafter: Drafter, params: Params, state, text, sampling, keys, rounds):
+    """Proposes ``rounds`` times, each depending on all of the proposal before it."""
 
     def one(_, carry):
         text, total = carry
         tree, _ = drafter.propose(params, state, text, sampling, keys)
         newest = jnp.arange(text.tokens.shape[1], dtype=jnp.int32)[None] == text.length[:, None] - 1
         tokens = jnp.where(newest, tree.tokens[:, -1:], text.tokens)
-        return text._replace(tokens=tokens), total + tree.tokens.sum(dtype=jnp.int32)
+        return text._replace(tokens=tokens), total + tree.log_q.max()
 
-    return jax.lax.fori_loop(0, rounds, one, (text, jnp.zeros((), jnp.int32)))
+    return jax.lax.fori_loop(0, rounds, one, (text, jnp.zeros((), jnp.float32)))
 
 
 def draft_seconds(
@@ -234,33 +246,50 @@ def draft_seconds(
     params: Params,
     prompt: Prompt,
     rounds: int = 16,
-    repeats: int = 5,
+    repeats: int = 7,
 ) -> float:
     """Median seconds of one `propose`, in a compiled loop of its own."""
     decoder = Decoder(runner.model, runner.max_decode_len, method.drafter)
-    keys = jnp.broadcast_to(jax.random.key(0), prompt.length.shape)
+    batch = prompt.length.shape[0]
+    keys = laws.fold(jnp.broadcast_to(jax.random.key(0), (batch,)), jnp.arange(batch))
     state = loop.jit_start(decoder, params, prompt, keys)
+    sampling, count = Sampling(1.0).rows(batch), jnp.int32(rounds)
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        jax.block_until_ready(
-            _draft_rounds(method.drafter, params, state.drafter, state.text, rounds)
+        out = _draft_rounds(
+            method.drafter, params, state.drafter, state.text, sampling, keys, count
         )
+        jax.block_until_ready(out)
         times.append((time.perf_counter() - began) / rounds)
     return float(np.median(times[1:]))
 
 
+def verify_seconds(
+    runner: Runner, method: Method, params: Params, prompt: Prompt, repeats: int = 5
+) -> float:
+    """Median seconds of a round whose drafting costs nothing."""
+    free = Method("free", method.gamma, FreeDraft(method.gamma, runner.model.vocab_size))
+    real = prompt.length.shape[0]
+    runs = [runner(free, params, prompt, real, 0.0) for _ in range(repeats + 1)]
+    return float(
+        np.median([run.decode_seconds / max(int(run.stats.rounds.max()), 1) for run in runs[1:]])
+    )
+
+
 class Costs(NamedTuple):
-    """Cost of a round's parts, measured apart from the reported runs.
+    """Cost of a round and of its parts, each measured by itself, on the calibration half.
 
     Attributes:
       plain_seconds: a step of the plain loop.
       draft_seconds: one round's drafting.
-      round_seconds: a whole round.
+      verify_seconds: a round without drafting: verify block, judgement, commit, statistics.
+      round_seconds: a whole round; about the sum of the two.
     """
 
     plain_seconds: float
     draft_seconds: float
+    verify_seconds: float
     round_seconds: float
 
     def c(self, gamma: int) -> float:
@@ -269,8 +298,8 @@ class Costs(NamedTuple):
 
     @property
     def v(self) -> float:
-        """Cost of all of a round but drafting, over a plain step."""
-        return (self.round_seconds - self.draft_seconds) / self.plain_seconds
+        """Cost of a verify round over a plain step."""
+        return self.verify_seconds / self.plain_seconds
 
 
 def seconds_per_round(measured: Measured) -> float:

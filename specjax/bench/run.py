@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import time
 
@@ -33,7 +34,8 @@ class Settings:
       tasks: names of held-out samples.
       temperatures, gammas, batch_sizes: all combinations are run; gamma 0 is the plain loop.
       sentences: per task; one half chooses gamma, the other is reported.
-      repeats: interleaved repeats of the reported half.
+      repeats: interleaved repeats of the reported half at batch size 1.
+      batch_repeats: the same at larger batch sizes.
       calibration_repeats: of the other half.
       input_length: longer inputs are left out (never cut).
       max_decode_len: tokens at most, EOS included.
@@ -46,6 +48,7 @@ class Settings:
     batch_sizes: tuple[int, ...] = (1, 8)
     sentences: int = 64
     repeats: int = 5
+    batch_repeats: int = 3
     calibration_repeats: int = 1
     input_length: int = 64
     max_decode_len: int = 128
@@ -65,76 +68,101 @@ class Settings:
 
 
 def bench(settings: Settings = Settings(), output_dir: str = "runs/bench") -> report.Report:
-    """Measures the shipped pair and writes report.json, report.md and pictures to ``output_dir``."""
-    console, began = Console(), time.perf_counter()
-    pair = assets.load_pair()
+    """Measures the shipped pair; writes report.json, report.md and pictures to ``output_dir``.
+
+    Raises:
+      SystemExit: greedy output differed from plain decoding's by more than near-ties (the report is
+        written first).
+    """
+    began, folder = time.perf_counter(), pathlib.Path(output_dir)
+    with jax.default_matmul_precision("highest"):  # TF32 is no basis for comparing tokens
+        result = _measure(settings, assets.load_pair())
+    result = dataclasses.replace(result, seconds=time.perf_counter() - began)
+    report.write(result, folder)
+    report.show(result, Console(), folder)
+    if result.identical is False:
+        raise SystemExit(f"greedy outputs differ from plain decoding's; see {folder / 'report.md'}")
+    return result
+
+
+def _measure(settings: Settings, pair: assets.Pair) -> report.Report:
     runner = Runner(pair.target, settings.max_decode_len, settings.seed)
     params = Params(pair.target_params, pair.draft_params)
-    methods = [
-        Method("plain")
-        if gamma == 0
-        else Method("small model", gamma, SmallModel(pair.draft, gamma))
-        for gamma in sorted(settings.gammas)
-    ]
+    methods = _methods(settings, pair)
     probes = machine.bandwidth_probes()
-    rows, traces, examples = [], [], {}
+    rows, traces, examples = [], {}, {}
     with harness.progress() as bar:
-        total = (
-            len(settings.tasks)
-            * len(settings.temperatures)
-            * sum(
-                _batches(settings, b) * (settings.repeats + settings.calibration_repeats)
-                for b in settings.batch_sizes
-            )
-        )
-        task_id = bar.add_task("decoding", total=total)
+        bar_task = bar.add_task("compiling", total=_total(settings))
         for batch_size in settings.batch_sizes:
-            bar.update(task_id, description=f"compiling, batch {batch_size}")
+            bar.update(bar_task, description=f"compiling, batch {batch_size}")
             halves = _workloads(settings, pair.vocabulary, batch_size)
-            first = next(iter(halves.values()))["report"]
-            compiled = harness.warm_up(runner, methods, params, first)
-            drafting = {
-                m: harness.draft_seconds(runner, m, params, first.prompts[0])
-                for m in methods
-                if m.gamma
-            }
-            for task in settings.tasks:
-                for temperature in settings.temperatures:
-                    bar.update(
-                        task_id, description=f"{task}, T = {temperature:g}, batch {batch_size}"
-                    )
-                    cell = _Cell(
-                        runner,
-                        methods,
-                        params,
-                        halves[task],
-                        temperature,
-                        batch_size,
-                        compiled,
-                        drafting,
-                    )
-                    cell_rows, reported, costs = cell.measure(
-                        settings, lambda: bar.advance(task_id)
-                    )
-                    rows += cell_rows
-                    key = (task, batch_size, temperature)
-                    if temperature == 0 and batch_size == min(settings.batch_sizes):
-                        examples[task] = _examples(
-                            pair.vocabulary, halves[task]["report"], reported, cell_rows
-                        )
-                        traces.append((key, _trace(methods, reported, costs)))
-    baseline = _baseline(runner, params, rows, probes, first.prompts[0])
-    result = report.Report(
+            parts = _Parts.measure(runner, methods, params, halves)
+            for task, temperature in itertools.product(settings.tasks, settings.temperatures):
+                title = f"{task}, T = {temperature:g}, batch {batch_size}"
+                bar.update(bar_task, description=title)
+                cell = _Cell(runner, methods, params, halves[task], temperature, batch_size, parts)
+                found, reported, costs = cell.measure(settings, lambda: bar.advance(bar_task))
+                rows += found
+                if temperature == 0 and batch_size == min(settings.batch_sizes):
+                    workload = halves[task]["report"]
+                    examples[task] = _examples(pair.vocabulary, workload, reported, found)
+                    traces[task] = _trace(methods, reported, costs)
+    prompt = next(iter(halves.values()))["report"].prompts[0]
+    return report.Report(
         rows=rows,
-        baseline=baseline,
+        baseline=_baseline(runner, params, rows, probes, prompt),
         examples=examples,
-        traces={f"{task}": trace for (task, _, _), trace in traces},
+        traces=traces,
         settings=dataclasses.asdict(settings),
-        seconds=time.perf_counter() - began,
+        seconds=0.0,
     )
-    report.write(result, pathlib.Path(output_dir))
-    report.show(result, console, pathlib.Path(output_dir))
-    return result
+
+
+def _methods(settings: Settings, pair: assets.Pair) -> list[Method]:
+    drafted = [
+        Method("small model", gamma, SmallModel(pair.draft, gamma))
+        for gamma in sorted(settings.gammas)
+        if gamma
+    ]
+    return [Method("plain"), *drafted]
+
+
+def _repeats(settings: Settings, batch_size: int) -> int:
+    return settings.repeats if batch_size == 1 else settings.batch_repeats
+
+
+def _total(settings: Settings) -> int:
+    """Steps of the progress bar: batches, with their repeats, over all cells."""
+    batches = sum(
+        _batches(settings, b) * (_repeats(settings, b) + settings.calibration_repeats)
+        for b in settings.batch_sizes
+    )
+    return batches * len(settings.tasks) * len(settings.temperatures)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What is timed once per batch size, on calibration prompts.
+
+    Attributes:
+      compiled: seconds of compiling, per method.
+      drafting: seconds of one round's drafting, per speculative method.
+      verifying: seconds of a round whose drafting is free, per speculative method.
+    """
+
+    compiled: dict[Method, float]
+    drafting: dict[Method, float]
+    verifying: dict[Method, float]
+
+    @classmethod
+    def measure(cls, runner: Runner, methods: list[Method], params: Params, halves: dict):
+        workload = next(iter(halves.values()))["calibration"]
+        prompt, drafted = workload.prompts[0], [m for m in methods if m.gamma]
+        return cls(
+            harness.warm_up(runner, methods, params, workload),
+            {m: harness.draft_seconds(runner, m, params, prompt) for m in drafted},
+            {m: harness.verify_seconds(runner, m, params, prompt) for m in drafted},
+        )
 
 
 def _batches(settings: Settings, batch_size: int) -> int:
@@ -164,8 +192,7 @@ class _Cell:
     halves: dict[str, Workload]
     temperature: float
     batch_size: int
-    compiled: dict[Method, float]
-    drafting: dict[Method, float]
+    parts: _Parts
 
     def measure(self, settings: Settings, tick) -> tuple[list[dict], dict, dict]:
         """(rows of the report, the reported half's runs, costs measured on the other half)."""
@@ -185,7 +212,7 @@ class _Cell:
             key=lambda m: np.median(calibration[m].per_token()),
             default=None,
         )
-        reported = run("report", settings.repeats)
+        reported = run("report", _repeats(settings, self.batch_size))
         for measured in reported.values():
             harness.check_finished(measured)
         rows = [self._row(m, reported, costs, m is chosen) for m in self.methods]
@@ -194,7 +221,12 @@ class _Cell:
     def _costs(self, calibration: dict[Method, Measured]) -> dict[Method, Costs]:
         plain = harness.seconds_per_round(calibration[self.methods[0]])
         return {
-            m: Costs(plain, self.drafting[m], harness.seconds_per_round(calibration[m]))
+            m: Costs(
+                plain,
+                self.parts.drafting[m],
+                self.parts.verifying[m],
+                harness.seconds_per_round(calibration[m]),
+            )
             for m in self.methods
             if m.gamma
         }
@@ -211,22 +243,25 @@ class _Cell:
             "batch_size": self.batch_size,
             "sentences": sum(workload.real),
             "chosen": chosen,
-            "tokens": int(own.tokens()[0]),
-            "seconds": float(np.median(own.seconds())),
-            "prefill_seconds": float(np.median(own.seconds("prefill_seconds"))),
+            "repeats": len(own.runs),
+            "tokens": int(own.tokens().sum()),
+            "seconds": float(own.seconds().sum()),
+            "prefill_seconds": float(own.seconds("prefill_seconds").sum()),
             "tokens_per_second": float(np.median(own.tokens() / own.seconds())),
         }
         for key, part in (("speedup", "seconds"), ("speedup_decode", "decode_seconds")):
             ratios = plain.per_token(part) / own.per_token(part)
             row[key] = float(np.median(ratios))
             row[f"{key}_quartiles"] = [float(q) for q in np.percentile(ratios, [25, 75])]
-        row |= {"compile_seconds": self.compiled[method]} | own.summary()
+        row |= {"compile_seconds": self.parts.compiled[method]} | own.summary()
         row |= self._predictions(method, row, costs)
         return row | self._equality(plain, own)
 
     def _predictions(self, method: Method, row: dict, costs: dict[Method, Costs]) -> dict:
         """tau / (gamma c + v), and Theorem 3.8 with v; both speak of decoding without prefill."""
-        none = dict.fromkeys(("c", "v", "predicted_speedup", "predicted_from_alpha"))
+        none = dict.fromkeys(
+            ("c", "v", "round_over_parts", "predicted_speedup", "predicted_from_alpha")
+        )
         if not method.gamma:
             return none
         c, v = costs[method].c(method.gamma), costs[method].v
@@ -236,6 +271,8 @@ class _Cell:
         return {
             "c": c,
             "v": v,
+            "round_over_parts": costs[method].round_seconds
+            / (costs[method].draft_seconds + costs[method].verify_seconds),
             "predicted_speedup": float(
                 theory.speedup_from_block_efficiency(tau, method.gamma, c, v)
             ),
@@ -276,39 +313,41 @@ def _examples(vocabulary, workload: Workload, reported: dict, rows: list[dict]) 
 
 def _trace(methods: list[Method], reported: dict, costs: dict[Method, Costs]) -> list[dict]:
     """Time line of one sentence, a row per gamma, from measured costs and its own rounds."""
-    index = _longest(reported[methods[0]])
+    index = _typical(reported[methods[0]])
+    runs = {m: [repeat[index] for repeat in reported[m].runs] for m in methods}
+    prefill = {m: _median_ms(runs[m], "prefill_seconds") for m in methods}
     out = []
     for method in methods:
-        repeats = [repeat[index] for repeat in reported[method].runs]
-        prefill = float(np.median([run.prefill_seconds for run in repeats])) * 1e3
-        plain_prefill = (
-            float(
-                np.median([repeat[index].prefill_seconds for repeat in reported[methods[0]].runs])
-            )
-            * 1e3
-        )
-        rounds = int(repeats[0].stats.rounds.max())
-        decode = float(np.median([run.decode_seconds for run in repeats])) * 1e3 / max(rounds, 1)
-        drafting = costs[method].draft_seconds * 1e3 if method.gamma else 0.0
-        events = [_event("target encoder", 0.0, min(plain_prefill, prefill))]
+        encoder = min(prefill[methods[0]], prefill[method])
+        events = [_event("target encoder", 0.0, encoder)]
         if method.gamma:
-            events.append(_event("draft encoder", min(plain_prefill, prefill), prefill))
-        now = prefill
-        for _ in range(rounds):
-            step = drafting / max(method.gamma, 1)
-            for i in range(method.gamma):
-                events.append(_event("draft decoder", now + i * step, now + (i + 1) * step))
-            events.append(_event("target decoder", now + drafting, now + decode))
-            now += decode
-        out.append({"gamma": method.gamma, "events": events, "tokens": repeats[0].emitted})
+            events.append(_event("draft encoder", encoder, prefill[method]))
+        rounds = max(int(runs[method][0].stats.rounds.max()), 1)
+        whole = _median_ms(runs[method], "decode_seconds") / rounds
+        drafting = costs[method].draft_seconds * 1e3 if method.gamma else 0.0
+        drafting = min(drafting, whole)
+        for number in range(rounds):
+            events += _round(prefill[method] + number * whole, whole, drafting, method.gamma)
+        out.append({"gamma": method.gamma, "events": events, "tokens": runs[method][0].emitted})
     return out
+
+
+def _round(now: float, whole: float, drafting: float, gamma: int) -> list[dict]:
+    """One round's events: gamma draft steps, then the target's."""
+    step = drafting / max(gamma, 1)
+    drafts = [_event("draft decoder", now + i * step, now + (i + 1) * step) for i in range(gamma)]
+    return [*drafts, _event("target decoder", now + drafting, now + whole)]
+
+
+def _median_ms(runs: list, part: str) -> float:
+    return float(np.median([getattr(run, part) for run in runs])) * 1e3
 
 
 def _event(lane: str, start: float, end: float) -> dict:
     return {"lane": lane, "start_ms": start, "end_ms": max(end, start)}
 
 
-def _longest(measured: Measured) -> int:
+def _typical(measured: Measured) -> int:
     """Index of the batch whose token count is nearest to the median."""
     tokens = np.array([run.emitted for run in measured.runs[0]])
     return int(np.abs(tokens - np.median(tokens)).argmin())

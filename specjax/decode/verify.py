@@ -51,7 +51,7 @@ class SpeculativeSampling:
 
 @dataclasses.dataclass(frozen=True)
 class GreedyMatch:
-    """Accept while the drafted token is the target's first maximum; no randomness, no softmax.
+    """Accept while the drafted token is the target's first maximum; no randomness.
 
     Lossless for greedy rows only: `specjax.generate` refuses it at other temperatures.
     """
@@ -87,7 +87,8 @@ def _log_ratio(tree_: TokenTree, log_p: Float[Array, "B M V"]) -> Float[Array, "
     if tree_.log_q is None:
         log_qx = jnp.zeros_like(log_px)
     else:
-        log_qx = jnp.take_along_axis(tree_.log_q.astype(log_p.dtype), ids, axis=-1)[..., 0]
+        row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        log_qx = tree_.log_q[row, jnp.clip(tree_.q_row, 0), tree_.tokens].astype(log_p.dtype)
         log_qx = jnp.where(tree_.q_row < 0, 0.0, log_qx)
     possible = (log_px > -jnp.inf) & (log_qx > -jnp.inf)
     return jnp.where(possible, log_px - jnp.where(possible, log_qx, 0.0), -jnp.inf)
@@ -108,15 +109,15 @@ def _walk_chain(tree_: TokenTree, log_accept: Array, take: Array) -> Verdict:
 def _log_next(tree_: TokenTree, log_p: Array, verdict: Verdict) -> Float[Array, "B V"]:
     """Law of the next token: the residual after a rejection, else the target's own law."""
     log_target = _row(log_p, verdict.accepted)
-    if tree_.log_q is None:
-        log_q = jnp.full_like(log_target, -jnp.inf)
-    else:
-        last = jnp.minimum(verdict.accepted, tree_.tokens.shape[1] - 1)
-        log_q = _row(tree_.log_q.astype(log_p.dtype), last)
     refused = verdict.tested.sum(1, dtype=jnp.int32) > verdict.accepted
     node = jnp.minimum(verdict.accepted, tree_.tokens.shape[1] - 1)[:, None]
     token = jnp.take_along_axis(tree_.tokens, node, axis=1)
-    fixed = jnp.take_along_axis(tree_.q_row, node, axis=1) < 0
+    row = jnp.take_along_axis(tree_.q_row, node, axis=1)
+    if tree_.log_q is None:
+        log_q = jnp.full_like(log_target, -jnp.inf)
+    else:
+        log_q = _row(tree_.log_q.astype(log_p.dtype), jnp.clip(row[:, 0], 0))
+    fixed = row < 0
     ids = jnp.arange(log_p.shape[-1], dtype=token.dtype)[None]
     log_q = jnp.where(fixed, jnp.where(ids == token, 0.0, -jnp.inf), log_q)
     return jnp.where(refused[:, None], log_residual(log_target, log_q), log_target)

@@ -50,9 +50,11 @@ def load_pairs(path: str) -> TokenPairs:
     if not file.exists():
         raise ValueError(f"no token arrays at {file}; build them with scripts/build_debian.py")
     with np.load(file) as data:
-        return TokenPairs(
-            *(np.split(data[name], data[f"{name}_offsets"][1:-1]) for name in ("inputs", "targets"))
-        )
+        return TokenPairs(*(_split(data[n], data[f"{n}_offsets"]) for n in ("inputs", "targets")))
+
+
+def _split(flat: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+    return np.split(flat, offsets[1:-1]) if len(offsets) > 1 else []
 
 
 def save_pairs(path: str, pairs: TokenPairs) -> None:
@@ -60,7 +62,7 @@ def save_pairs(path: str, pairs: TokenPairs) -> None:
     arrays = {}
     for name in ("inputs", "targets"):
         sequences = getattr(pairs, name)
-        arrays[name] = np.concatenate(sequences).astype(np.int32)
+        arrays[name] = np.concatenate([np.zeros(0, np.int32), *sequences]).astype(np.int32)
         arrays[f"{name}_offsets"] = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
     np.savez_compressed(path, **arrays)
 

@@ -135,7 +135,7 @@ def train(
         for step in range(int(state.step), schedule.steps):
             state, sums = run_step(state, batches[step])
             meter.add(sums)
-            done, last = step + 1, step + 1 == schedule.steps
+            done, last, stop = step + 1, step + 1 == schedule.steps, stopped()
             bar.update(task, completed=done)
             if done % every.log == 0:
                 report = meter.read()
@@ -144,9 +144,9 @@ def train(
             if done % every.evaluation == 0 or last:
                 for name, report in evaluate(state.params).items():
                     log.write(done, name, report)
-            if done % every.checkpoint == 0 or last or stopped():
+            if done % every.checkpoint == 0 or last or stop:
                 save(manager, state)
-            if stopped():
+            if stop:
                 break
     return state
 

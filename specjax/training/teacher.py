@@ -1,5 +1,6 @@
 """A target's own outputs on given inputs, as token arrays to train drafts on."""
 
+import hashlib
 import pathlib
 
 import jax
@@ -65,19 +66,31 @@ def decode_pairs(
     target = pathlib.Path(output).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = []
+    run = _fingerprint(params, plan, temperature, seed)
     label = f"decoding to {target.name}"
     for number in progress.track(range(0, len(plan), chunk), description=label):
-        part = target.with_name(f"{target.stem}.part{number}.npz")
+        part = target.with_name(f"{target.stem}.{run}.part{number}.npz")
         if not part.exists():
             key = jax.random.fold_in(jax.random.key(seed), number)
             batches = plan[number : number + chunk]
-            save_pairs(part, _decode(model, params, pairs, batches, temperature, batch_size, key))
+            made = _decode(model, params, pairs, batches, temperature, batch_size, key)
+            unfinished = part.with_name(f"unfinished-{part.name}")
+            save_pairs(unfinished, made)
+            unfinished.replace(part)  # a part that exists is whole
         parts.append(part)
     done = sum((load_pairs(p) for p in parts), TokenPairs([], []))
     save_pairs(target, done)
     for part in parts:
         part.unlink()
     return done
+
+
+def _fingerprint(params: PyTree, plan: list[tuple], temperature: float, seed: int) -> str:
+    """Short digest of what decides the outputs: parts of another run are not taken up."""
+    digest = hashlib.sha256(repr((plan, temperature, seed)).encode())
+    for leaf in jax.tree.leaves(params):
+        digest.update(jax.device_get(leaf.ravel()[:64]).tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _plan(pairs: TokenPairs, batch_size: int, lengths: tuple[int, ...]) -> list[tuple]:

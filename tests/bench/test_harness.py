@@ -17,8 +17,13 @@ from specjax.drafters.small_model import SmallModel
 from specjax.models.t5 import T5, T5Config
 
 TINY = T5Config(
-    vocab_size=8000, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32,
-    num_encoder_layers=1, num_decoder_layers=1,
+    vocab_size=8000,
+    emb_dim=16,
+    num_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
 )
 
 
@@ -35,7 +40,9 @@ def pair() -> assets.Pair:
 
 def made_up(prefill: float, decode: float, lengths: list[int], rounds: int) -> Run:
     count = stats.empty(len(lengths), 1)
-    count = jax.tree.map(np.asarray, count._replace(rounds=jnp.full(len(lengths), rounds, jnp.int32)))
+    count = jax.tree.map(
+        np.asarray, count._replace(rounds=jnp.full(len(lengths), rounds, jnp.int32))
+    )
     lengths = np.array(lengths)
     return Run(np.zeros((len(lengths), 4)), lengths, np.ones(len(lengths)), prefill, decode, count)
 
@@ -49,11 +56,10 @@ def test_seconds_per_token_are_summed_over_batches_before_dividing():
 
 
 def test_costs():
-    """gamma c + v is the round over the plain step, however it is split."""
-    costs = Costs(plain_seconds=2.0, draft_seconds=1.0, round_seconds=4.0)
+    """c is a drafted token, v a round without drafting, both over the plain step."""
+    costs = Costs(plain_seconds=2.0, draft_seconds=1.0, verify_seconds=3.0, round_seconds=4.2)
     assert costs.c(5) == pytest.approx(0.1)
     assert costs.v == pytest.approx(1.5)
-    assert 5 * costs.c(5) + costs.v == pytest.approx(costs.round_seconds / costs.plain_seconds)
 
 
 def test_the_last_batch_is_filled_up_and_padding_rows_are_not_counted(pair):
@@ -92,7 +98,9 @@ def test_differences_are_judged_by_the_plain_program(pair):
     assert harness.differences(runner, params, workload, [plain], [other]) == []
     wrong = plain.tokens.copy()
     wrong[1, 3] = (wrong[1, 3] + 17) % 8000
-    (found,) = harness.differences(runner, params, workload, [plain], [plain._replace(tokens=wrong)])
+    (found,) = harness.differences(
+        runner, params, workload, [plain], [plain._replace(tokens=wrong)]
+    )
     assert (found.row, found.position, found.near_tie) == (1, 3, False)
     assert found.gap > 1e-3
 
@@ -111,7 +119,7 @@ def test_a_whole_report(pair, tmp_path, monkeypatch):
     """A tiny bench writes rows with the documented keys, equal greedy output, and pictures."""
     monkeypatch.setattr(assets, "load_pair", lambda: pair)
     settings = run.Settings(
-        gammas=(0, 2), batch_sizes=(1, 2), sentences=4, repeats=2, max_decode_len=8
+        gammas=(0, 2), batch_sizes=(1, 2), sentences=4, repeats=2, batch_repeats=1, max_decode_len=8
     )
     run.bench(settings, str(tmp_path))
     content = json.loads((tmp_path / "report.json").read_text())
