@@ -14,9 +14,13 @@ def parse(gin_files: list[str], bindings: list[str] = (), search_paths: list[str
     Raises:
       ValueError: a file is not there.
     """
+    paths = (".", *search_paths, str(ROOT))
+    for file in gin_files:
+        if not any((pathlib.Path(path) / file).exists() for path in paths):
+            raise ValueError(f"no gin file {file} in {', '.join(dict.fromkeys(paths))}")
     with gin.unlock_config():
         gin.clear_config()
-        for path in (*search_paths, str(ROOT)):
+        for path in paths[1:]:
             gin.add_config_file_search_path(path)
         try:
             gin.parse_config_files_and_bindings(gin_files, list(bindings))

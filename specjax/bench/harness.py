@@ -266,7 +266,7 @@ def draft_seconds(
 
 
 def verify_seconds(
-    runner: Runner, method: Method, params: Params, prompt: Prompt, repeats: int = 5
+    runner: Runner, method: Method, params: Params, prompt: Prompt, repeats: int = 3
 ) -> float:
     """Median seconds of a round whose drafting costs nothing."""
     free = Method("free", method.gamma, FreeDraft(method.gamma, runner.model.vocab_size))
