@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import sys
 import time
 
 import jax
@@ -79,7 +80,8 @@ def bench(settings: Settings = Settings(), output_dir: str = "runs/bench") -> re
         result = _measure(settings, assets.load_pair())
     result = dataclasses.replace(result, seconds=time.perf_counter() - began)
     report.write(result, folder)
-    report.show(result, Console(), folder)
+    # Where no terminal says how wide it is, the table is as wide as it needs.
+    report.show(result, Console(width=None if sys.stdout.isatty() else 130), folder)
     if result.identical is False:
         raise SystemExit(f"greedy outputs differ from plain decoding's; see {folder / 'report.md'}")
     return result
