@@ -74,6 +74,7 @@ def speedup_against_gamma(rows: Rows, path: str | Path) -> Figure:
                 aside = 0.09 * (index - (len(keys) - 1) / 2)
                 _draw_speedup(axes, _series(group, key), colors[key], aside)
             axes.set_xticks(sorted({row["gamma"] for row in rows}))
+        for axes, _ in panels:  # after all lines: a limit ends the scaling of the shared axis
             axes.set_ylim(bottom=0)
         _label_outer(panels, "drafted tokens per block, γ", "speed-up over plain decoding")
         handles = _speedup_legend(rows, {_name(key, keys): colors[key] for key in keys})
