@@ -129,13 +129,12 @@ def log_residual(log_p: Float[Array, "B V"], log_q: Float[Array, "B V"]) -> Floa
     ``log p + log(1 - q/p)`` by ``expm1`` keeps the digits that ``log(p - q)`` in the probability
     domain loses, and those that ``log1p(-exp(log q - log p))`` loses where p and q almost agree.
     """
-    more = log_p > log_q
-    gap = jnp.where(more, log_q, -jnp.inf) - jnp.where(more, log_p, 0.0)
-    excess = jnp.where(more, log_p + jnp.log(-jnp.expm1(gap)), -jnp.inf)
+    # Where log_p > log_q their gap is negative, perhaps -inf; elsewhere it may be NaN, and is not used.
+    excess = jnp.where(log_p > log_q, log_p + jnp.log(-jnp.expm1(log_q - log_p)), -jnp.inf)
     total = jax.nn.logsumexp(excess, axis=-1, keepdims=True)
     some = total > -jnp.inf
     return jnp.where(some, excess - jnp.where(some, total, 0.0), log_p)
 
 
 def _row(x: Float[Array, "B M V"], index: Array) -> Float[Array, "B V"]:
-    return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="clip")[:, 0]

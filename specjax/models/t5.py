@@ -104,14 +104,21 @@ class T5:
         return jax.tree.map(lambda leaf: leaf[1], parameter_table(self.config), is_leaf=_is_leaf)
 
     def tile(self, params: PyTree) -> PyTree:
-        """The parameters with every weight laid out for decoding on a CPU (`layers.tile`).
+        """The parameters with the weights of a decoding step laid out for a CPU (`layers.tile`).
 
-        Numerically the same model; `layers.linear` takes either layout. On accelerators leave the
-        weights as they are.
+        Numerically the same model; `layers.linear` takes either layout. The encoder and the keys
+        and values of cross-attention read whole prompts, many rows at once, and stay as they are.
+        On accelerators leave all weights as they are.
         """
 
         def of(path, leaf):
-            return layers.tile(leaf) if path[-1].key == "weight" else leaf
+            names = [part.key for part in path]
+            many = (
+                names[0] == "encoder"
+                or "encoder_decoder_attention" in names
+                and ("key" in names or "value" in names)
+            )
+            return layers.tile(leaf) if names[-1] == "weight" and not many else leaf
 
         return jax.tree.map_with_path(of, params)
 

@@ -49,3 +49,14 @@ def test_a_tiled_model_decodes_the_same_tokens():
     tiled = generate(model, model.tile(params), prompt, max_decode_len=12)
     np.testing.assert_array_equal(plain.tokens, tiled.tokens)
     np.testing.assert_allclose(plain.log_probs, tiled.log_probs, atol=1e-5)
+
+
+def test_what_reads_whole_prompts_is_not_tiled():
+    """The encoder and the keys and values of cross-attention see many rows at once, never few."""
+    model = T5(T5Config(64, 32, 2, 16, 64, 1, 1))
+    tiled = model.tile(model.init(jax.random.key(0)))
+    decoder = tiled["decoder"]["layers_0"]
+    assert tiled["encoder"]["layers_0"]["attention"]["query"]["weight"].ndim == 2
+    cross = {n: w["weight"].ndim for n, w in decoder["encoder_decoder_attention"].items()}
+    assert cross == {"query": 3, "key": 2, "value": 2, "out": 3}
+    assert decoder["self_attention"]["key"]["weight"].ndim == 3
