@@ -20,7 +20,6 @@ from specjax.bench.free_draft import FreeDraft
 from specjax.data import samples
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop, stats, stopping
-from specjax.decode import sampling as laws
 from specjax.decode.interfaces import Block, Drafter, Model, Params, Prompt
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
@@ -121,7 +120,7 @@ class Runner:
         both = params if method.drafter is not None else Params(params.target, None)
         ids = first + jnp.arange(batch, dtype=jnp.int32)
         key = jax.random.fold_in(jax.random.key(self.seed), repeat)
-        keys = laws.fold(jnp.broadcast_to(key, (batch,)), ids)
+        keys = loop.row_keys(key, ids)
         sampling = Sampling(temperature).rows(batch)
         jax.block_until_ready((keys, sampling))
         began = time.perf_counter()
@@ -251,7 +250,7 @@ def draft_seconds(
     """Median seconds of one `propose`, in a compiled loop of its own."""
     decoder = Decoder(runner.model, runner.max_decode_len, method.drafter)
     batch = prompt.length.shape[0]
-    keys = laws.fold(jnp.broadcast_to(jax.random.key(0), (batch,)), jnp.arange(batch))
+    keys = loop.row_keys(jax.random.key(0), jnp.arange(batch, dtype=jnp.int32))
     state = loop.jit_start(decoder, params, prompt, keys)
     sampling, count = Sampling(1.0).rows(batch), jnp.int32(rounds)
     times = []

@@ -260,6 +260,11 @@ def jit_decoded(decoder: Decoder, state: State) -> Decoded:
     return decoded(decoder, state)
 
 
+def row_keys(key: Key[Array, ""], ids: Int[Array, "B"]) -> Key[Array, "B"]:
+    """One key per row, from the call's key and the row's number alone."""
+    return laws.fold(jnp.broadcast_to(key, ids.shape), ids)
+
+
 def generate(
     model: Model,
     params: PyTree,
@@ -311,8 +316,7 @@ def generate(
         model, max_decode_len, drafter, verifier, model.eos_id if eos_id is None else eos_id
     )
     ids = jnp.arange(batch, dtype=jnp.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32)
-    key = jax.random.key(0) if key is None else key
-    keys = laws.fold(jnp.broadcast_to(key, (batch,)), ids)
+    keys = row_keys(jax.random.key(0) if key is None else key, ids)
     both = Params(params, draft_params)
     state = jit_start(decoder, both, prompt, keys)
     state = jit_run(decoder, both, state, sampling.rows(batch))
