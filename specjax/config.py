@@ -39,3 +39,12 @@ def macro(name: str) -> Any:
     except ValueError:
         raise ValueError(f"the gin files do not bind {name}") from None
     return bound.scoped_configurable_fn()
+
+
+def save(folder: str) -> None:
+    """Writes the bindings in effect to ``config.gin`` in a folder, local or ``gs://``."""
+    from etils import epath
+
+    root = epath.Path(folder).expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "config.gin").write_text(gin.config_str(), encoding="utf-8")

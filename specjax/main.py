@@ -1,16 +1,40 @@
-"""Entry point, with the habits of T5X.
+"""specjax: speculative decoding of T5. One entry, with the habits of T5X.
 
-python -m specjax.main --run_mode=bench --gin_file=configs/quickstart.gin
-python -m specjax.main --run_mode=train --gin_file=configs/train/debian_target.gin --gin.OUTPUT_DIR="'runs/x'"
+Modes, each with a gin file that says what is required and what is commonly overridden:
+
+  infer   decode a file or task:   --gin_file=configs/runs/infer.gin
+  eval    decode and score it:     --gin_file=configs/runs/eval.gin
+  bench   plain against speculative decoding, with a report: --gin_file=configs/quickstart.gin
+  train   targets and drafts:      --gin_file=configs/train/debian_target.gin
+
+Methods of drafting are gin files too, given after the first: --gin_file=configs/methods/small_model.gin
+
+Examples:
+
+  python -m specjax.main --run_mode=bench --gin_file=configs/quickstart.gin
+  python -m specjax.main --run_mode=infer --gin_file=configs/examples/debian_ende_infer.gin
+  python -m specjax.main --run_mode=infer --gin_file=configs/runs/infer.gin \\
+      --gin_file=configs/methods/small_model.gin --gin.MIXTURE_OR_TASK_NAME="'mine'" \\
+      --gin.SOURCE="@sources.TextFile()" --gin.sources.TextFile.path="'in.txt'" \\
+      --gin.CHECKPOINT_PATH="'/checkpoints/target'" --gin.DRAFT_CHECKPOINT_PATH="'/checkpoints/draft'" \\
+      --gin.INFER_OUTPUT_DIR="'out'" \\
+      --gin.TASK_FEATURE_LENGTHS="{'inputs': 128, 'targets': 64}"
+
+Strings on the command line carry quotes of their own, as in T5X. The bindings in effect are written to
+config.gin beside the results.
 """
 
 import importlib
+import os
+import pathlib
 import sys
 
 from absl import app, flags
 
 MODES = {
     "bench": "specjax.bench.run.bench",
+    "eval": "specjax.infer.run.evaluate",
+    "infer": "specjax.infer.run.infer",
     "train": "specjax.training.loop.train",
 }
 
@@ -20,6 +44,12 @@ flags.DEFINE_multi_string(
     "gin_bindings", [], "A gin binding; --gin.NAME=VALUE is short for --gin_bindings=NAME=VALUE."
 )
 flags.DEFINE_multi_string("gin_search_paths", ["."], "Where gin files are looked for.")
+flags.DEFINE_string("tfds_data_dir", None, "Where TFDS data sets lie; by default where TFDS says.")
+flags.DEFINE_string(
+    "compilation_cache_dir",
+    "~/.cache/specjax/jax",
+    "Compiled programs are kept here from run to run; empty for none.",
+)
 flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not one line.")
 
 
@@ -42,9 +72,22 @@ def run() -> None:
 
     from specjax import config
 
+    set_up(flags.FLAGS)
     config.parse(flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths)
     module, _, name = MODES[flags.FLAGS.run_mode].rpartition(".")
     gin.get_configurable(getattr(importlib.import_module(module), name))()
+
+
+def set_up(values: flags.FlagValues) -> None:
+    """What must be said before anything is compiled or read."""
+    import jax
+
+    if values.compilation_cache_dir:
+        folder = pathlib.Path(values.compilation_cache_dir).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    if values.tfds_data_dir:
+        os.environ["TFDS_DATA_DIR"] = values.tfds_data_dir
 
 
 def expand(argv: list[str]) -> list[str]:

@@ -18,13 +18,13 @@ def run(*args: str) -> subprocess.CompletedProcess:
 
 def test_help_names_the_modes():
     out = run("--help")
-    assert "--run_mode: <bench|train>" in out.stdout
+    assert "--run_mode: <bench|eval|infer|train>" in out.stdout
 
 
 def test_a_wrong_mode_is_one_clear_line():
     out = run("--run_mode=dream")
     assert out.returncode != 0
-    assert "value should be one of <bench|train>" in out.stderr
+    assert "value should be one of <bench|eval|infer|train>" in out.stderr
 
 
 def test_a_missing_gin_file_is_one_clear_line():

@@ -1,0 +1,241 @@
+"""``--run_mode=infer`` and ``--run_mode=eval``: decode a task or file; score it."""
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+from etils import epath
+from rich import progress
+
+from specjax import config
+from specjax.data import sources
+from specjax.data.sources import Example, Source
+from specjax.decode import stats
+from specjax.decode.interfaces import Drafter, Verifier
+from specjax.decode.loop import Decoded, Decoder
+from specjax.decode.refill import Refill, Request
+from specjax.decode.sampling import Sampling
+from specjax.decode.verify import SpeculativeSampling
+from specjax.infer import outputs, system
+from specjax.infer.outputs import Outputs
+from specjax.infer.system import Checkpoint, System
+
+REASONS = ("live", "stop", "length", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a source is decoded.
+
+    Attributes:
+      task_feature_lengths: ids at most, EOS included: of an ``inputs``, and of an output under
+        ``targets``.
+      truncate: cut longer inputs; otherwise they are an error.
+      batch_size: rows decoded together.
+      group: prompts read at a time when rows become free; 0 for a quarter of the batch.
+      part_size: examples per part on disk: what an interruption costs at most.
+      shard, num_shards: decode every ``num_shards``-th example, from ``shard`` on.
+      seed: of sampling.
+      include_tokens: write the ids as ``prediction_tokens``.
+      include_aux: write score, counts and finish reason as ``aux``.
+    """
+
+    task_feature_lengths: Mapping[str, int] = dataclasses.field(
+        default_factory=lambda: {"inputs": 512, "targets": 128}
+    )
+    truncate: bool = False
+    batch_size: int = 32
+    group: int = 0
+    part_size: int = 256
+    shard: int = 0
+    num_shards: int = 1
+    seed: int = 0
+    include_tokens: bool = False
+    include_aux: bool = True
+
+    def __post_init__(self):
+        if set(self.task_feature_lengths) != {"inputs", "targets"}:
+            given = dict(self.task_feature_lengths)
+            raise ValueError(f"task_feature_lengths must hold 'inputs' and 'targets', got {given}")
+        for name in ("input_length", "batch_size", "part_size", "num_shards"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_decode_len < 0:
+            raise ValueError(f"max_decode_len must not be negative, got {self.max_decode_len}")
+        if not 0 <= self.shard < self.num_shards:
+            raise ValueError(f"shard must lie in 0 .. {self.num_shards - 1}, got {self.shard}")
+
+    @property
+    def input_length(self) -> int:
+        return self.task_feature_lengths["inputs"]
+
+    @property
+    def max_decode_len(self) -> int:
+        return self.task_feature_lengths["targets"]
+
+
+def infer(
+    source: Source,
+    target: Checkpoint,
+    output_dir: str,
+    drafter: Callable[..., Drafter] | None = None,
+    draft: Checkpoint | None = None,
+    verifier: Verifier = SpeculativeSampling(),
+    sampling: Sampling = Sampling(),
+    settings: Settings = Settings(),
+) -> epath.Path:
+    """Decodes a source into ``<task>-predict.jsonl-SSSSS-of-NNNNN``, in input order.
+
+    A run that was stopped continues where it was when it is started again.
+
+    Args:
+      source: what to decode.
+      target: the model whose text is written.
+      output_dir: where; local or ``gs://``.
+      drafter: how to draft; None decodes plainly.
+      draft: the drafter's weights.
+      verifier: acceptance rule.
+      sampling: temperature, top-k, top-p.
+      settings: sizes.
+
+    Returns:
+      The finished file.
+
+    Raises:
+      ValueError: an input is too long, a checkpoint does not fit, or ``output_dir`` holds another
+        run.
+    """
+    sampling.check()
+    loaded = system.load(target, drafter, draft)
+    examples = _examples(source, loaded, settings)
+    where = Outputs(
+        output_dir, source.name, len(examples), settings.shard, settings.num_shards,
+        settings.part_size,
+    )  # fmt: skip
+    what = _describe(source, loaded, examples, verifier, sampling, settings)
+    outputs.claim(output_dir, what)
+    config.save(output_dir)
+    missing = where.missing()
+    if missing:
+        began, counts = time.perf_counter(), []
+        decoded = _decode(loaded, [examples[i] for i in missing], verifier, sampling, settings)
+        where.collect(_lines(loaded, examples, decoded, settings, counts))
+        _report(where, counts, time.perf_counter() - began)
+    return where.join()
+
+
+def evaluate(
+    infer: Callable[[], epath.Path], source: Source, settings: Settings = Settings()
+) -> dict[str, float]:
+    """Decodes a source, then scores it.
+
+    Writes one line to ``<task>-metrics.jsonl`` beside the predictions.
+
+    Args:
+      infer: `infer` with all its arguments bound.
+      source: what it decodes.
+      settings: how it decodes.
+
+    Returns:
+      The task's metrics.
+
+    Raises:
+      ValueError: see `infer`; or there are no references, or more than one shard.
+    """
+    if settings.num_shards > 1:
+        raise ValueError("a score needs the whole task: num_shards must be 1")
+    final = infer()
+    lines = [json.loads(line) for line in sources.read_lines(final)]
+    examples = [Example(i, np.zeros(0, np.int32), line["inputs"]) for i, line in enumerate(lines)]
+    found = source.score(examples, [line["prediction"] for line in lines])
+    file = final.parent / f"{source.name}-metrics.jsonl"
+    file.write_text(json.dumps({"examples": len(lines), **found}) + "\n")
+    print(", ".join(f"{name} {value:.2f}" for name, value in found.items()) + f": {file}")
+    return found
+
+
+def _examples(source: Source, loaded: System, settings: Settings) -> list[Example]:
+    """This shard's examples; all of them are checked, so that every shard refuses alike."""
+    found = source.read(loaded.vocabulary)
+    if not found:
+        raise ValueError(f"{source.name} has no examples")
+    fitting = sources.cut(found, settings.input_length, settings.truncate)
+    return fitting[settings.shard :: settings.num_shards]
+
+
+def _describe(source, loaded, examples, verifier, sampling, settings: Settings) -> dict:
+    """What makes two runs the same. Batch sizes are left out: outputs do not depend on them."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.inputs.tobytes() + b"|")
+    free = ("batch_size", "group")
+    kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in free}
+    return kept | {
+        "task": source.name,
+        "inputs": digest.hexdigest()[:16],
+        "target": system.fingerprint(loaded.params.target),
+        "draft": system.fingerprint(loaded.params.draft),
+        "drafter": repr(loaded.drafter),
+        "verifier": repr(verifier),
+        "sampling": repr(sampling),
+    }
+
+
+def _decode(
+    loaded: System, examples: Sequence[Example], verifier, sampling, settings: Settings
+) -> Iterator[tuple[int, Decoded]]:
+    """(example's number, its output), as rows end."""
+    model = loaded.target
+    decoder = Decoder(model, settings.max_decode_len, loaded.drafter, verifier, model.eos_id)
+    rows = min(settings.batch_size, len(examples))
+    engine = Refill(decoder, rows, settings.input_length, min(settings.group, rows))
+    requests = [Request(e.number, e.inputs) for e in examples]
+    key = jax.random.key(settings.seed)
+    with jax.default_matmul_precision("highest"):  # TF32 would change tokens
+        found = engine(loaded.params, requests, sampling, key)
+        yield from progress.track(found, total=len(requests), description="decoding")
+
+
+def _lines(
+    loaded: System, examples: Sequence[Example], decoded, settings: Settings, counts: list
+) -> Iterator[tuple[int, dict]]:
+    """(place in the shard, line of the file); the statistics are appended to ``counts``."""
+    for number, out in decoded:
+        place = number // settings.num_shards
+        ids = out.tokens[: out.lengths].tolist()
+        line = {"inputs": examples[place].text, "prediction": loaded.vocabulary.decode(ids)}
+        if settings.include_tokens:
+            line["prediction_tokens"] = ids
+        if settings.include_aux:
+            line["aux"] = _aux(out)
+        counts.append(out.stats)
+        yield place, line
+
+
+def _aux(out: Decoded) -> dict:
+    return {
+        "scores": float(out.log_probs.sum()),
+        "length": int(out.lengths),
+        "finish_reason": REASONS[int(out.finish_reason)],
+        "rounds": int(out.stats.rounds),
+        "drafted": int(out.stats.drafted),
+        "accepted": int(out.stats.accepted),
+    }
+
+
+def _report(where: Outputs, counts: list[stats.Stats], seconds: float) -> None:
+    """Prints and keeps what this start of the run decoded, compiling included."""
+    total = stats.summary(jax.tree.map(lambda *x: np.stack(x), *counts))
+    total |= {"examples": len(counts), "seconds": seconds}
+    total["tokens_per_second"] = total["emitted"] / seconds
+    file = epath.Path(where.folder).expanduser() / f"{where.task}-infer.jsonl"
+    before = file.read_text() if file.exists() else ""
+    file.write_text(before + json.dumps(total) + "\n")
+    shown = f"{len(counts)} examples, {total['emitted']} tokens, {seconds:.1f} s with compiling"
+    if total["drafted"]:
+        shown += f", {total['block_efficiency']:.2f} tokens a round"
+    print(f"{shown}: {where.final}")

@@ -1,0 +1,243 @@
+"""`infer` and `eval` end to end on a tiny model: order, resuming, refusals."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import Prompt, Sampling, assets, generate
+from specjax.checkpoints import int8
+from specjax.data.sources import TextFile
+from specjax.data.vocabulary import Vocabulary
+from specjax.drafters.small_model import SmallModel
+from specjax.infer import run, system
+from specjax.infer.run import Settings
+from specjax.infer.system import Checkpoint
+from specjax.models.t5 import T5, T5Config
+
+LENGTHS = {"inputs": 24, "targets": 12}
+TEXTS = [
+    "A library.",
+    "",
+    "Tools for the network",
+    "x",
+    "A game",
+    "Data",
+    "A parser of XML",
+    "Fonts",
+    "a b c",
+]
+
+
+def model(emb_dim=16, vocab_size=8000) -> T5:
+    return T5(T5Config(vocab_size, emb_dim, 2, 8, 32, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two tiny checkpoints with the shipped vocabulary beside them, and a text file."""
+    root = tmp_path_factory.mktemp("system")
+    vocabulary = (assets.folder() / "sentencepiece.model").read_bytes()
+    (root / "sentencepiece.model").write_bytes(vocabulary)
+    for seed, name in enumerate(("target", "draft")):
+        params = model().init(jax.random.key(seed))
+        int8.save(root / f"{name}.safetensors", model(), params)
+    (root / "in.txt").write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
+    return root
+
+
+def infer(folder, out, *, drafter=SmallModel, sampling=Sampling(), **settings):
+    draft = None if drafter is None else Checkpoint(str(folder / "draft.safetensors"))
+    options = {"task_feature_lengths": LENGTHS, "batch_size": 4, "part_size": 4} | settings
+    return run.infer(
+        TextFile(str(folder / "in.txt")), Checkpoint(str(folder / "target.safetensors")), str(out),
+        drafter, draft, sampling=sampling, settings=Settings(**options),
+    )  # fmt: skip
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_predictions_are_what_generate_says_in_input_order(folder, tmp_path):
+    lines = read(infer(folder, tmp_path, include_tokens=True))
+    assert [line["inputs"]["inputs_pretokenized"] for line in lines] == TEXTS
+    loaded = system.load(Checkpoint(str(folder / "target.safetensors")))
+    prompt = Prompt(*map(jax.numpy.asarray, loaded.vocabulary.batch(TEXTS, LENGTHS["inputs"])))
+    out = generate(loaded.target, loaded.params.target, prompt, max_decode_len=LENGTHS["targets"])
+    for i, line in enumerate(lines):
+        ids = np.asarray(out.tokens[i, : out.lengths[i]]).tolist()
+        assert line["prediction_tokens"] == ids
+        assert line["prediction"] == loaded.vocabulary.decode(ids)
+        assert line["aux"]["length"] == len(ids)
+        assert line["aux"]["finish_reason"] in ("stop", "length")
+    assert (tmp_path / "config.gin").exists()
+
+
+def test_batches_and_shards_change_no_output(folder, tmp_path):
+    """Sampled: the random numbers go with the example, not with its place in a batch."""
+    hot = dict(sampling=Sampling(1.0), include_aux=False)
+    whole = infer(folder, tmp_path / "a", **hot).read_text()
+    assert infer(folder, tmp_path / "b", batch_size=2, group=2, **hot).read_text() == whole
+    shards = [read(infer(folder, tmp_path / f"s{i}", shard=i, num_shards=2, **hot)) for i in (0, 1)]
+    merged = [shards[i % 2][i // 2] for i in range(len(TEXTS))]
+    assert merged == [json.loads(line) for line in whole.splitlines()]
+
+
+def test_an_interrupted_run_goes_on(folder, tmp_path, monkeypatch):
+    """What was decoded is not decoded again, and the file is the same."""
+    whole = infer(folder, tmp_path / "whole", sampling=Sampling(1.0)).read_text()
+    original, seen = run._decode, []
+
+    def dies(*args):
+        for i, item in enumerate(original(*args)):
+            if i == 6:
+                raise KeyboardInterrupt
+            seen.append(item[0])
+            yield item
+
+    monkeypatch.setattr(run, "_decode", dies)
+    with pytest.raises(KeyboardInterrupt):
+        infer(folder, tmp_path / "cut", sampling=Sampling(1.0))
+    again = []
+
+    def watches(*args):
+        for item in original(*args):
+            again.append(item[0])
+            yield item
+
+    monkeypatch.setattr(run, "_decode", watches)
+    assert infer(folder, tmp_path / "cut", sampling=Sampling(1.0)).read_text() == whole
+    assert 0 < len(again) < len(TEXTS)
+    done = {n for n in range(len(TEXTS)) if n not in again}
+    assert done <= set(seen)
+
+
+def test_a_finished_run_decodes_nothing(folder, tmp_path, monkeypatch):
+    first = infer(folder, tmp_path).read_text()
+    monkeypatch.setattr(run, "_decode", None)
+    assert infer(folder, tmp_path).read_text() == first
+
+
+def test_a_folder_of_another_run_is_refused(folder, tmp_path):
+    infer(folder, tmp_path)
+    with pytest.raises(ValueError, match="holds another run .*temperature=1.0"):
+        infer(folder, tmp_path, sampling=Sampling(1.0))
+    with pytest.raises(ValueError, match="holds another run .*SmallModel.*None"):
+        infer(folder, tmp_path, drafter=None)
+
+
+def test_over_long_inputs_are_refused_before_anything_is_written(folder, tmp_path):
+    with pytest.raises(ValueError, match="inputs are longer than 3 ids with EOS"):
+        infer(folder, tmp_path / "out", task_feature_lengths={"inputs": 3, "targets": 4})
+    assert not (tmp_path / "out").exists()
+    cut = {"inputs": 3, "targets": 4}
+    infer(folder, tmp_path / "out", task_feature_lengths=cut, truncate=True)
+
+
+def test_no_length_is_the_empty_answer(folder, tmp_path):
+    lines = read(infer(folder, tmp_path, task_feature_lengths={"inputs": 24, "targets": 0}))
+    assert [line["prediction"] for line in lines] == [""] * len(TEXTS)
+    assert {line["aux"]["length"] for line in lines} == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task_feature_lengths": {"inputs": 4}}, "must hold 'inputs' and 'targets'"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"task_feature_lengths": {"inputs": 4, "targets": -1}}, "must not be negative, got -1"),
+        ({"shard": 2, "num_shards": 2}, "shard must lie in 0 .. 1, got 2"),
+    ],
+)
+def test_settings_out_of_range_are_one_line(change, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**change)
+
+
+def test_a_draft_of_other_pieces_is_refused(folder, tmp_path):
+    params = model(vocab_size=64).init(jax.random.key(0))
+    int8.save(tmp_path / "small.safetensors", model(vocab_size=64), params)
+    target = Checkpoint(str(folder / "target.safetensors"))
+    with pytest.raises(ValueError, match="have 8000 and 64 pieces; they must share a vocabulary"):
+        system.load(target, SmallModel, Checkpoint(str(tmp_path / "small.safetensors")))
+
+    class Other(Vocabulary):
+        def pieces(self):
+            return ("<pad>", "</s>", "<unk>", "else", *super().pieces()[4:])
+
+    same = Checkpoint(str(folder / "draft.safetensors"))
+    vocabulary = Other(target.vocabulary().processor)
+    object.__setattr__(same, "vocabulary", lambda: vocabulary)
+    with pytest.raises(ValueError, match="other pieces \\(the first at id 3\\)"):
+        system.load(target, SmallModel, same)
+
+
+def test_a_missing_checkpoint_or_vocabulary_is_one_line(folder, tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint /no/such.safetensors"):
+        system.load(Checkpoint("/no/such.safetensors"))
+    with pytest.raises(ValueError, match="no T5X checkpoint"):
+        system.load(Checkpoint(str(tmp_path)))
+    (tmp_path / "bare.safetensors").write_bytes((folder / "target.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="no vocabulary .* set vocabulary_path"):
+        system.load(Checkpoint(str(tmp_path / "bare.safetensors")))
+
+
+def test_eval_scores_what_infer_wrote(tmp_path):
+    """Through the command line's own configuration, with references."""
+    file = tmp_path / "metrics" / "in-metrics.jsonl"
+    out = tmp_path / "metrics"
+    out.mkdir()
+    texts = ("ein Haus am See", "zwei Boote auf dem See")
+    pairs = [{"inputs_pretokenized": "a", "targets_pretokenized": text} for text in texts]
+    lines = [{"inputs": p, "prediction": t} for p, t in zip(pairs, texts, strict=True)]
+    (out / "predict").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = run.evaluate(lambda: out / "predict", TextFile("in.jsonl"))
+    assert found["bleu"] == pytest.approx(100)
+    assert json.loads(file.read_text())["examples"] == 2
+    with pytest.raises(ValueError, match="num_shards must be 1"):
+        run.evaluate(lambda: out / "predict", TextFile("in.jsonl"), Settings(num_shards=2))
+
+
+@pytest.mark.slow
+def test_infer_killed_at_random_moments_completes(folder, tmp_path):
+    """SIGKILL, several times: the same file, nothing lost or doubled."""
+    text = "\n".join(f"package number {i} of the archive" for i in range(200))
+    (tmp_path / "many.txt").write_text(text)
+    command = [
+        sys.executable, "-m", "specjax.main", "--run_mode=infer", "--gin_file=configs/runs/infer.gin",
+        "--gin_file=configs/methods/small_model.gin", "--gin.SOURCE=@sources.TextFile()",
+        f"--gin.sources.TextFile.path='{tmp_path / 'many.txt'}'", "--gin.MIXTURE_OR_TASK_NAME='many'",
+        f"--gin.CHECKPOINT_PATH='{folder / 'target.safetensors'}'", "--gin.TEMPERATURE=1.0",
+        f"--gin.DRAFT_CHECKPOINT_PATH='{folder / 'draft.safetensors'}'", "--gin.BATCH_SIZE=4",
+        "--gin.TASK_FEATURE_LENGTHS={'inputs': 32, 'targets': 96}", "--gin.run.Settings.part_size=8",
+    ]  # fmt: skip
+    start = lambda out: subprocess.Popen(  # noqa: E731
+        [*command, f"--gin.INFER_OUTPUT_DIR='{tmp_path / out}'"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert start("whole").wait() == 0
+    parts, rng = tmp_path / "cut" / "tmp-many-00000-of-00001", random.Random(0)
+    killed = 0
+    for wanted in (2, 9, 15):
+        process = start("cut")
+        while process.poll() is None and (
+            not parts.exists() or len(list(parts.glob("part_*"))) < wanted
+        ):
+            time.sleep(0.01)
+        time.sleep(rng.random() / 10)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        process.wait()
+    assert killed >= 1
+    assert start("cut").wait() == 0
+    name = "many-predict.jsonl-00000-of-00001"
+    assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
