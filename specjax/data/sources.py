@@ -145,14 +145,14 @@ class SeqioTask:
     Attributes:
       name: as registered.
       split: which split.
-      module: imported first, so that it registers the task; ours by default.
+      modules: imported first, so that they register the task; ours and T5's by default.
       use_cached: read the task's cached examples, from seqio's cache directories.
       limit: only the first so many; None reads all.
     """
 
     name: str
     split: str = "test"
-    module: str = "specjax.data.tasks"
+    modules: tuple[str, ...] = ("specjax.data.tasks", "specjax.data.t5_tasks")
     use_cached: bool = False
     limit: int | None = None
 
@@ -160,13 +160,14 @@ class SeqioTask:
     def _task(self) -> Any:
         import seqio
 
-        importlib.import_module(self.module)
+        for module in self.modules:
+            importlib.import_module(module)
         try:
             return seqio.TaskRegistry.get(self.name)
         except ValueError:
             known = ", ".join(sorted(seqio.TaskRegistry.names())) or "none"
             raise ValueError(
-                f"no seqio task {self.name!r} in {self.module}; registered are {known}"
+                f"no seqio task {self.name!r} in {', '.join(self.modules)}; registered are {known}"
             ) from None
 
     def read(self, vocabulary: Vocabulary) -> list[Example]:
