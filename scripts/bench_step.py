@@ -108,12 +108,15 @@ def show_required(model: T5, draft: T5, steps: dict, args) -> None:
     weights = [jax.jit(m.init)(jax.random.key(i)) for i, m in enumerate((model, draft))]
     if args.layout == "tiled":
         weights = [m.tile(w) for m, w in zip((model, draft), weights, strict=True)]
-    runner = harness.Runner(model, args.cached)
+    runner, params = (
+        harness.Runner(model, args.cached),
+        Params(weights[0], {"small model": weights[1]}),
+    )
     tokens = jnp.ones((args.batch, args.input_length), jnp.int32)
     prompt = Prompt(tokens, jnp.full(args.batch, args.input_length, jnp.int32))
     for gamma in (count - 1 for count in steps if count > 1):
         method = harness.Method("small model", gamma, SmallModel(draft, gamma))
-        drafting = harness.draft_seconds(runner, method, Params(*weights), prompt)
+        drafting = harness.draft_seconds(runner, method, params, prompt)
         c = drafting / gamma / steps[1].median
         v = (steps[gamma + 1] / steps[1]).median
         needed = {w: theory.required_alpha(w, c, gamma, v) for w in WANTED}

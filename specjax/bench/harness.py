@@ -16,13 +16,15 @@ import numpy as np
 from jaxtyping import PyTree
 from rich import progress as rich_progress
 
+from specjax.bench import timing
 from specjax.bench.free_draft import FreeDraft
 from specjax.data import samples
+from specjax.data.sources import Example, Heldout, Source
 from specjax.data.vocabulary import Vocabulary
-from specjax.decode import loop, stats, stopping
+from specjax.decode import loop, stats, stopping, tree
 from specjax.decode.interfaces import Block, Drafter, Model, Params, Prompt
 from specjax.decode.loop import Decoder
-from specjax.decode.sampling import Sampling
+from specjax.decode.sampling import Sampling, first_max
 
 # Two tokens are a near-tie when the plain program's logits differ by no more than this, relative to
 # the largest logit (or 1).
@@ -42,6 +44,10 @@ class Method:
     name: str
     gamma: int = 0
     drafter: Drafter | None = None
+
+    def pick(self, params: Params) -> Params:
+        """What it decodes with: ``params.draft`` holds every draft by the name of its method."""
+        return Params(params.target, (params.draft or {}).get(self.name))
 
 
 class Run(NamedTuple):
@@ -77,13 +83,13 @@ class Workload(NamedTuple):
       task: its name.
       prompts: token batches; a last batch is filled up with copies of its first row.
       real: how many rows of each batch are prompts.
-      references: expected outputs, in order.
+      examples: what they were made from, in order.
     """
 
     task: str
     prompts: list[Prompt]
     real: list[int]
-    references: list[str]
+    examples: list[Example]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Runner:
         """
         decoder = Decoder(self.model, self.max_decode_len, method.drafter, eos_id=self.model.eos_id)
         batch = prompt.tokens.shape[0]
-        both = params if method.drafter is not None else Params(params.target, None)
+        both = method.pick(params)
         ids = first + jnp.arange(batch, dtype=jnp.int32)
         key = jax.random.fold_in(jax.random.key(self.seed), repeat)
         keys = loop.row_keys(key, ids)
@@ -164,29 +170,41 @@ class Measured(NamedTuple):
         )
 
 
-def load_workload(
-    task: str, half: str, vocabulary: Vocabulary, count: int, length: int, batch_size: int
+def halves(source: Source, vocabulary: Vocabulary, length: int) -> dict[str, list[Example]]:
+    """A source's examples whose inputs fit ``length`` ids, in two halves that share none.
+
+    The shipped sample has halves of its own, by source package; of another source every second
+    example is for calibration.
+    """
+    fitting = lambda found: [e for e in found if len(e.inputs) <= length]  # noqa: E731
+    if isinstance(source, Heldout):
+        parts = {h: dataclasses.replace(source, half=h) for h in samples.HALVES}
+        return {half: fitting(part.read(vocabulary)) for half, part in parts.items()}
+    found = fitting(source.read(vocabulary))
+    return {half: found[i::2] for i, half in enumerate(samples.HALVES)}
+
+
+def make_workload(
+    task: str, half: str, examples: list[Example], count: int, length: int, batch_size: int
 ) -> Workload:
-    """The first ``count`` held-out examples of a half whose inputs fit ``length`` tokens.
+    """The first ``count`` examples, in batches padded to ``length`` ids.
 
     Raises:
-      ValueError: the half has fewer of them.
+      ValueError: there are fewer of them.
     """
-    fitting = [
-        e for e in samples.load_heldout(task, half) if len(vocabulary.encode(e.inputs)) < length
-    ]
-    if len(fitting) < count:
+    if len(examples) < count:
         raise ValueError(
-            f"{task} {half}: {count} examples asked for, {len(fitting)} fit {length} tokens"
+            f"{task} {half}: {count} examples asked for, {len(examples)} fit {length} tokens"
         )
-    chosen = fitting[:count]
     prompts, real = [], []
     for i in range(0, count, batch_size):
-        texts = [example.inputs for example in chosen[i : i + batch_size]]
-        real.append(len(texts))
-        texts += texts[:1] * (batch_size - len(texts))
-        prompts.append(Prompt(*map(jnp.asarray, vocabulary.batch(texts, length))))
-    return Workload(task, prompts, real, [example.targets for example in chosen])
+        rows = [e.inputs for e in examples[i : min(i + batch_size, count)]]
+        real.append(len(rows))
+        rows += rows[:1] * (batch_size - len(rows))
+        tokens = np.stack([np.pad(row, (0, length - len(row))) for row in rows])
+        lengths = np.asarray([len(row) for row in rows], np.int32)
+        prompts.append(Prompt(jnp.asarray(tokens), jnp.asarray(lengths)))
+    return Workload(task, prompts, real, examples[:count])
 
 
 def measure(
@@ -225,18 +243,29 @@ def warm_up(runner: Runner, methods: list[Method], params: Params, workload: Wor
     return seconds
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _draft_rounds(drafter: Drafter, params: Params, state, text, sampling, keys, rounds):
-    """Proposes ``rounds`` times, each depending on all of the proposal before it."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _target_steps(
+    model: Model, gamma: int, drafter: Drafter | None, params, state, sampling, count
+):
+    """Target blocks of gamma + 1 tokens, each after a proposal where a drafter is given.
+
+    Every step depends on all of the one before, so that nothing is left out or moved.
+    """
+    free = FreeDraft(gamma, model.vocab_size)
 
     def one(_, carry):
         text, total = carry
-        tree, _ = drafter.propose(params, state, text, sampling, keys)
-        newest = jnp.arange(text.tokens.shape[1], dtype=jnp.int32)[None] == text.length[:, None] - 1
-        tokens = jnp.where(newest, tree.tokens[:, -1:], text.tokens)
-        return text._replace(tokens=tokens), total + tree.log_q.max()
+        root, last = loop.newest(text), jnp.zeros((), jnp.float32)
+        if drafter is not None:
+            drafted, _ = drafter.propose(params, state.drafter, text, sampling, state.keys)
+            root, last = drafted.tokens[:, -1], drafted.log_q.max()
+        block = tree.block(free.propose(params, (), text, sampling, state.keys)[0], root)
+        logits = model.extend(params.target, state.cache, block).logits
+        token = first_max(logits[:, -1])
+        at = jnp.arange(text.tokens.shape[1], dtype=jnp.int32)[None] == text.length[:, None] - 1
+        return text._replace(tokens=jnp.where(at, token, text.tokens)), total + last
 
-    return jax.lax.fori_loop(0, rounds, one, (text, jnp.zeros((), jnp.float32)))
+    return jax.lax.fori_loop(0, count, one, (state.text, jnp.zeros((), jnp.float32)))
 
 
 def draft_seconds(
@@ -247,21 +276,25 @@ def draft_seconds(
     rounds: int = 16,
     repeats: int = 7,
 ) -> float:
-    """Median seconds of one `propose`, in a compiled loop of its own."""
+    """Median seconds that one `propose` adds to a target step.
+
+    Timed between target steps, not alone: a target that is larger than the caches evicts the
+    draft's weights from them in every round.
+    """
     decoder = Decoder(runner.model, runner.max_decode_len, method.drafter)
     batch = prompt.length.shape[0]
     keys = loop.row_keys(jax.random.key(0), jnp.arange(batch, dtype=jnp.int32))
-    state = loop.jit_start(decoder, params, prompt, keys)
+    both = method.pick(params)
+    state = loop.jit_start(decoder, both, prompt, keys)
     sampling, count = Sampling(1.0).rows(batch), jnp.int32(rounds)
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        out = _draft_rounds(
-            method.drafter, params, state.drafter, state.text, sampling, keys, count
+    calls = {
+        name: functools.partial(
+            _target_steps, runner.model, method.gamma, drafter, both, state, sampling, count
         )
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - began) / rounds)
-    return float(np.median(times[1:]))
+        for name, drafter in (("drafted", method.drafter), ("bare", None))
+    }
+    taken = timing.interleaved(calls, repeats)
+    return max(taken["drafted"].median - taken["bare"].median, 0.0) / rounds
 
 
 def verify_seconds(
@@ -281,7 +314,7 @@ class Costs(NamedTuple):
 
     Attributes:
       plain_seconds: a step of the plain loop.
-      draft_seconds: one round's drafting.
+      draft_seconds: what one round's drafting adds to a target step.
       verify_seconds: a round without drafting: verify block, judgement, commit, statistics.
       round_seconds: a whole round; about the sum of the two.
     """

@@ -6,6 +6,8 @@ import itertools
 import pathlib
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,16 +17,15 @@ from specjax import assets
 from specjax.analysis import theory
 from specjax.bench import harness, machine, report
 from specjax.bench.harness import Costs, Measured, Method, Runner, Workload
-from specjax.data import metrics
+from specjax.data.sources import Heldout, Source
+from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop
 from specjax.decode.interfaces import Params, Prompt
 from specjax.decode.loop import Decoder
 from specjax.drafters.small_model import SmallModel
-
-SCORES = {
-    "debian_ende": lambda refs, outs: {"bleu": metrics.bleu(refs, outs)["bleu"]},
-    "debian_synopsis": lambda refs, outs: {"rougeL": metrics.rouge(refs, outs)["rougeL"]},
-}
+from specjax.infer import system
+from specjax.infer.system import Checkpoint
+from specjax.models.t5 import T5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-      tasks: names of held-out samples.
+      tasks: names of held-out samples, where no sources are given.
       temperatures, gammas, batch_sizes: all combinations are run; gamma 0 is the plain loop.
       sentences: per task; one half chooses gamma, the other is reported.
       repeats: interleaved repeats of the reported half at batch size 1.
@@ -68,16 +69,34 @@ class Settings:
             raise ValueError("at least 2 sentences and 1 repeat are needed")
 
 
-def bench(settings: Settings = Settings(), output_dir: str = "runs/bench") -> report.Report:
-    """Measures the shipped pair; writes report.json, report.md and pictures to ``output_dir``.
+def bench(
+    settings: Settings = Settings(),
+    output_dir: str = "runs/bench",
+    target: Checkpoint | None = None,
+    drafts: Mapping[str, Checkpoint] | None = None,
+    sources: Sequence[Source] = (),
+) -> report.Report:
+    """Measures decoding with drafts against plain decoding.
+
+    Writes report.json, report.md and pictures to ``output_dir``.
+
+    Args:
+      settings: what is measured.
+      output_dir: where the report goes.
+      target: the shipped pair's where none is given.
+      drafts: by the name of the method in the report; the shipped pair's where no target is given.
+      sources: what is decoded; the held-out samples of ``settings.tasks`` by default.
 
     Raises:
+      ValueError: a checkpoint does not fit, or a source has too few examples that fit.
       SystemExit: greedy output differed from plain decoding's by more than near-ties (the report is
         written first).
     """
     began, folder = time.perf_counter(), pathlib.Path(output_dir)
+    contest = _shipped() if target is None else _load(target, drafts or {})
+    given = tuple(sources) or tuple(Heldout(task) for task in settings.tasks)
     with jax.default_matmul_precision("highest"):  # TF32 is no basis for comparing tokens
-        result = _measure(settings, assets.load_pair())
+        result = _measure(settings, contest, given)
     result = dataclasses.replace(result, seconds=time.perf_counter() - began)
     report.write(result, folder)
     # Where no terminal says how wide it is, the table is as wide as it needs.
@@ -87,42 +106,87 @@ def bench(settings: Settings = Settings(), output_dir: str = "runs/bench") -> re
     return result
 
 
-def _measure(settings: Settings, pair: assets.Pair) -> report.Report:
-    runner = Runner(pair.target, settings.max_decode_len, settings.seed)
-    params = Params(pair.target_params, pair.draft_params)
-    methods = _methods(settings, pair)
+class Contest(NamedTuple):
+    """What is compared.
+
+    Attributes:
+      label: the target's name in the report.
+      target: the target.
+      drafts: the draft models, by the name of their method.
+      params: weights; ``params.draft`` by name too.
+      vocabulary: of all of them.
+    """
+
+    label: str
+    target: T5
+    drafts: dict[str, T5]
+    params: Params
+    vocabulary: Vocabulary
+
+
+def _shipped() -> Contest:
+    pair, name = assets.load_pair(), "small model"
+    params = Params(pair.target_params, {name: pair.draft_params})
+    return Contest("debian pair", pair.target, {name: pair.draft}, params, pair.vocabulary)
+
+
+def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint]) -> Contest:
+    alone = system.load(target)
+    models, weights = {}, {}
+    for name, draft in drafts.items():
+        models[name], weights[name] = draft.load()
+        system.check_same_pieces(alone.vocabulary, alone.target, models[name], draft)
+    params = Params(alone.params.target, weights)
+    return Contest(str(target.path), alone.target, models, params, alone.vocabulary)
+
+
+def _measure(settings: Settings, contest: Contest, given: Sequence[Source]) -> report.Report:
+    runner = Runner(contest.target, settings.max_decode_len, settings.seed)
+    methods, params = _methods(settings, contest), contest.params
     probes = machine.bandwidth_probes()
-    rows, traces, examples = [], {}, {}
+    examples = {s.name: harness.halves(s, contest.vocabulary, settings.input_length) for s in given}
+    rows, traces, shown = [], {}, {}
     with harness.progress() as bar:
-        bar_task = bar.add_task("compiling", total=_total(settings))
+        bar_task = bar.add_task("compiling", total=_total(settings, len(given)))
         for batch_size in settings.batch_sizes:
             bar.update(bar_task, description=f"compiling, batch {batch_size}")
-            halves = _workloads(settings, pair.vocabulary, batch_size)
-            parts = _Parts.measure(runner, methods, params, halves)
-            for task, temperature in itertools.product(settings.tasks, settings.temperatures):
+            work = _workloads(settings, examples, batch_size)
+            parts = _Parts.measure(runner, methods, params, work)
+            for source, temperature in itertools.product(given, settings.temperatures):
+                task = source.name
                 title = f"{task}, T = {temperature:g}, batch {batch_size}"
                 bar.update(bar_task, description=title)
-                cell = _Cell(runner, methods, params, halves[task], temperature, batch_size, parts)
+                cell = _Cell(
+                    contest.label, runner, methods, params, work[task], temperature, batch_size,
+                    parts,
+                )  # fmt: skip
                 found, reported, costs = cell.measure(settings, lambda: bar.advance(bar_task))
                 rows += found
                 if temperature == 0 and batch_size == min(settings.batch_sizes):
-                    workload = halves[task]["report"]
-                    examples[task] = _examples(pair.vocabulary, workload, reported, found)
-                    traces[task] = _trace(methods, reported, costs)
-    prompt = next(iter(halves.values()))["report"].prompts[0]
+                    workload = work[task]["report"]
+                    shown[task] = _examples(source, contest.vocabulary, workload, reported, found)
+                    traces[task] = _trace(_best_draft(methods, found), reported, costs)
+    prompt = next(iter(work.values()))["report"].prompts[0]
     return report.Report(
         rows=rows,
-        baseline=_baseline(runner, params, rows, probes, prompt),
-        examples=examples,
+        baseline=_baseline(contest.label, runner, params, rows, probes, prompt),
+        examples=shown,
         traces=traces,
         settings=dataclasses.asdict(settings),
         seconds=0.0,
     )
 
 
-def _methods(settings: Settings, pair: assets.Pair) -> list[Method]:
+def _best_draft(methods: list[Method], rows: list[dict]) -> list[Method]:
+    """Plain decoding, and all gammas of the draft that was fastest where it was chosen."""
+    best = max(rows, key=lambda row: (row["chosen"], row["speedup"]))["method"]
+    return [m for m in methods if not m.gamma or m.name == best]
+
+
+def _methods(settings: Settings, contest: Contest) -> list[Method]:
     drafted = [
-        Method("small model", gamma, SmallModel(pair.draft, gamma))
+        Method(name, gamma, SmallModel(draft, gamma))
+        for name, draft in contest.drafts.items()
         for gamma in sorted(settings.gammas)
         if gamma
     ]
@@ -133,13 +197,13 @@ def _repeats(settings: Settings, batch_size: int) -> int:
     return settings.repeats if batch_size == 1 else settings.batch_repeats
 
 
-def _total(settings: Settings) -> int:
+def _total(settings: Settings, tasks: int) -> int:
     """Steps of the progress bar: batches, with their repeats, over all cells."""
     batches = sum(
         _batches(settings, b) * (_repeats(settings, b) + settings.calibration_repeats)
         for b in settings.batch_sizes
     )
-    return batches * len(settings.tasks) * len(settings.temperatures)
+    return batches * tasks * len(settings.temperatures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,16 +235,13 @@ def _batches(settings: Settings, batch_size: int) -> int:
     return -(-(settings.sentences // 2) // batch_size)
 
 
-def _workloads(settings: Settings, vocabulary, batch_size: int) -> dict[str, dict[str, Workload]]:
-    count = settings.sentences // 2
+def _workloads(
+    settings: Settings, examples: dict[str, dict], batch_size: int
+) -> dict[str, dict[str, Workload]]:
+    sizes = (settings.sentences // 2, settings.input_length, batch_size)
     return {
-        task: {
-            half: harness.load_workload(
-                task, half, vocabulary, count, settings.input_length, batch_size
-            )
-            for half in ("calibration", "report")
-        }
-        for task in settings.tasks
+        task: {half: harness.make_workload(task, half, e, *sizes) for half, e in found.items()}
+        for task, found in examples.items()
     }
 
 
@@ -188,6 +249,7 @@ def _workloads(settings: Settings, vocabulary, batch_size: int) -> dict[str, dic
 class _Cell:
     """One task at one temperature and batch size."""
 
+    label: str
     runner: Runner
     methods: list[Method]
     params: Params
@@ -209,16 +271,20 @@ class _Cell:
         )
         calibration = run("calibration", settings.calibration_repeats)
         costs = self._costs(calibration)
-        chosen = min(
-            (m for m in self.methods if m.gamma),
-            key=lambda m: np.median(calibration[m].per_token()),
-            default=None,
-        )
+        chosen = [self._fastest(name, calibration) for name in self._drafts()]
         reported = run("report", _repeats(settings, self.batch_size))
         for measured in reported.values():
             harness.check_finished(measured)
-        rows = [self._row(m, reported, costs, m is chosen) for m in self.methods]
+        rows = [self._row(m, reported, costs, m in chosen) for m in self.methods]
         return rows, reported, costs
+
+    def _drafts(self) -> list[str]:
+        return list(dict.fromkeys(m.name for m in self.methods if m.gamma))
+
+    def _fastest(self, name: str, measured: dict[Method, Measured]) -> Method:
+        """A draft's best gamma."""
+        own = [m for m in self.methods if m.gamma and m.name == name]
+        return min(own, key=lambda m: np.median(measured[m].per_token()))
 
     def _costs(self, calibration: dict[Method, Measured]) -> dict[Method, Costs]:
         plain = harness.seconds_per_round(calibration[self.methods[0]])
@@ -238,7 +304,7 @@ class _Cell:
         workload = self.halves["report"]
         row = {
             "task": workload.task,
-            "model": "debian pair",
+            "model": self.label,
             "method": method.name,
             "temperature": self.temperature,
             "gamma": method.gamma,
@@ -294,23 +360,26 @@ class _Cell:
         }
 
 
-def _examples(vocabulary, workload: Workload, reported: dict, rows: list[dict]) -> dict:
+def _examples(
+    source: Source, vocabulary: Vocabulary, workload: Workload, reported: dict, rows: list[dict]
+) -> dict:
     """Example outputs, and the scores of the greedy text."""
     plain = harness.texts(vocabulary, reported[min(reported, key=lambda m: m.gamma)].runs[0])
-    best = max(rows, key=lambda row: (row["chosen"], row["speedup"]))["gamma"]
-    chosen = next(m for m in reported if m.gamma == best)
+    best = max(rows, key=lambda row: (row["chosen"], row["speedup"]))
+    chosen = next(m for m in reported if (m.name, m.gamma) == (best["method"], best["gamma"]))
     spec = harness.texts(vocabulary, reported[chosen].runs[0])
-    inputs = [
-        vocabulary.decode(np.asarray(p.tokens)[i, : int(p.length[i])].tolist())
-        for p, real in zip(workload.prompts, workload.real, strict=True)
-        for i in range(real)
-    ]
-    quads = zip(inputs, workload.references, plain, spec, strict=True)
     listed = [
-        {"input": i, "reference": r, "plain": p, "speculative": s, "gamma": best}
-        for i, r, p, s in quads
+        {
+            "input": e.text["inputs_pretokenized"],
+            "reference": e.text.get("targets_pretokenized"),
+            "plain": p,
+            "speculative": s,
+            "gamma": best["gamma"],
+        }
+        for e, p, s in zip(workload.examples, plain, spec, strict=True)
     ]
-    return {"scores": SCORES[workload.task](workload.references, plain), "outputs": listed}
+    known = all(line["reference"] is not None for line in listed)
+    return {"scores": source.score(workload.examples, plain) if known else {}, "outputs": listed}
 
 
 def _trace(methods: list[Method], reported: dict, costs: dict[Method, Costs]) -> list[dict]:
@@ -356,7 +425,7 @@ def _typical(measured: Measured) -> int:
 
 
 def _baseline(
-    runner: Runner, params: Params, rows: list[dict], probes: dict, prompt: Prompt
+    label: str, runner: Runner, params: Params, rows: list[dict], probes: dict, prompt: Prompt
 ) -> dict:
     """The plain loop at batch 1 beside its memory-bandwidth bound; {} where it was not measured."""
     plain = [r for r in rows if r["gamma"] == 0 and r["batch_size"] == 1 and r["rounds"]]
@@ -372,7 +441,7 @@ def _baseline(
     size = machine.bytes_per_step(runner.model, params.target, state.cache)
     bound = size.total / (max(probes.values()) * 1e9)
     return {
-        "label": "shipped target",
+        "label": label,
         "step_ms": step * 1e3,
         "bound_ms": bound * 1e3,
         "ratio": step / bound,

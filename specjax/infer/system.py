@@ -111,12 +111,15 @@ def load(
         made = None if drafter is None else drafter()
         return System(model, made, Params(weights, None), vocabulary)
     small, draft_weights = draft.load()
-    _same_pieces(vocabulary, model, small, draft)
+    check_same_pieces(vocabulary, model, small, draft)
     return System(model, drafter(model=small), Params(weights, draft_weights), vocabulary)
 
 
-def _same_pieces(vocabulary: Vocabulary, model: T5, small: T5, draft: Checkpoint) -> None:
-    """A draft of other pieces drafts other words, whatever its ids say."""
+def check_same_pieces(vocabulary: Vocabulary, model: T5, small: T5, draft: Checkpoint) -> None:
+    """Raises ValueError unless target and draft have the same pieces, not only as many.
+
+    A draft of other pieces drafts other words, whatever its ids say.
+    """
     if small.vocab_size != model.vocab_size:
         raise ValueError(
             f"target and draft have {model.vocab_size} and {small.vocab_size} pieces; they must "

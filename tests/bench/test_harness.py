@@ -10,6 +10,7 @@ import pytest
 from specjax import assets
 from specjax.bench import harness, report, run
 from specjax.bench.harness import Costs, Measured, Method, Run, Runner, Workload
+from specjax.data.sources import Heldout, TextFile
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import stats
 from specjax.decode.interfaces import Params, Prompt
@@ -38,6 +39,15 @@ def pair() -> assets.Pair:
     return assets.Pair(model, target, model, draft, vocabulary)
 
 
+def drafted(pair: assets.Pair) -> Params:
+    return Params(pair.target_params, {"small model": pair.draft_params})
+
+
+def workload_of(pair, task, half, count, length, batch_size) -> Workload:
+    found = harness.halves(Heldout(task), pair.vocabulary, length)[half]
+    return harness.make_workload(task, half, found, count, length, batch_size)
+
+
 def made_up(prefill: float, decode: float, lengths: list[int], rounds: int) -> Run:
     count = stats.empty(len(lengths), 1)
     count = jax.tree.map(
@@ -63,10 +73,10 @@ def test_costs():
 
 
 def test_the_last_batch_is_filled_up_and_padding_rows_are_not_counted(pair):
-    workload = harness.load_workload("debian_ende", "report", pair.vocabulary, 5, 64, 4)
+    workload = workload_of(pair, "debian_ende", "report", 5, 64, 4)
     assert workload.real == [4, 1]
     assert [len(p.length) for p in workload.prompts] == [4, 4]
-    assert len(workload.references) == 5
+    assert len(workload.examples) == 5
     runner = Runner(pair.target, 4)
     params = Params(pair.target_params, None)
     found = harness.measure(runner, [Method("plain")], params, workload, 0.0, 1)
@@ -75,24 +85,31 @@ def test_the_last_batch_is_filled_up_and_padding_rows_are_not_counted(pair):
 
 def test_halves_are_different_sentences(pair):
     a, b = (
-        harness.load_workload("debian_synopsis", half, pair.vocabulary, 16, 64, 1)
-        for half in ("calibration", "report")
+        workload_of(pair, "debian_synopsis", half, 16, 64, 1) for half in ("calibration", "report")
     )
     tokens = lambda w: {np.asarray(p.tokens).tobytes() for p in w.prompts}  # noqa: E731
     assert not tokens(a) & tokens(b)
 
 
+def test_any_source_has_halves_that_share_nothing(pair, tmp_path):
+    """Every second line of a file calibrates; what does not fit is left out, never cut."""
+    (tmp_path / "in.txt").write_text("a\nb\n" + "long " * 40 + "\nc\nd\n")
+    found = harness.halves(TextFile(str(tmp_path / "in.txt")), pair.vocabulary, 8)
+    texts = {half: [e.text["inputs_pretokenized"] for e in part] for half, part in found.items()}
+    assert texts == {"calibration": ["a", "c"], "report": ["b", "d"]}
+
+
 def test_too_few_sentences_is_one_clear_line(pair):
     with pytest.raises(ValueError, match="debian_ende report: 1000 examples asked for"):
-        harness.load_workload("debian_ende", "report", pair.vocabulary, 1000, 64, 1)
+        workload_of(pair, "debian_ende", "report", 1000, 64, 1)
 
 
 def test_differences_are_judged_by_the_plain_program(pair):
     """A planted wrong token is found, and is no near-tie; equal runs have no difference."""
     texts = ["translate English to German: A library.", "summarize: A tool."]
     prompt = Prompt(*map(jnp.asarray, pair.vocabulary.batch(texts, 16)))
-    workload = Workload("debian_ende", [prompt], [2], texts)
-    runner, params = Runner(pair.target, 6), Params(pair.target_params, pair.draft_params)
+    workload = Workload("debian_ende", [prompt], [2], [])
+    runner, params = Runner(pair.target, 6), drafted(pair)
     plain = runner(Method("plain"), params, prompt, 2, 0.0)
     other = runner(Method("small model", 2, SmallModel(pair.draft, 2)), params, prompt, 2, 0.0)
     assert harness.differences(runner, params, workload, [plain], [other]) == []
