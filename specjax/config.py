@@ -29,7 +29,7 @@ def parse(gin_files: list[str], bindings: list[str] = (), search_paths: list[str
 
 
 def macro(name: str) -> Any:
-    """What a macro such as ``MODEL = @target/t5.T5()`` makes.
+    """What a macro says; what it makes, for one such as ``MODEL = @target/t5.T5()``.
 
     Raises:
       ValueError: the files read do not bind it.
@@ -38,7 +38,7 @@ def macro(name: str) -> Any:
         bound: Any = gin.query_parameter(f"{name}/gin.macro.value")
     except ValueError:
         raise ValueError(f"the gin files do not bind {name}") from None
-    return bound.scoped_configurable_fn()
+    return bound.scoped_configurable_fn() if hasattr(bound, "scoped_configurable_fn") else bound
 
 
 def save(folder: str) -> None:

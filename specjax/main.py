@@ -24,6 +24,7 @@ Strings on the command line carry quotes of their own, as in T5X. The bindings i
 config.gin beside the results.
 """
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -50,6 +51,7 @@ flags.DEFINE_string(
     "~/.cache/specjax/jax",
     "Compiled programs are kept here from run to run; empty for none.",
 )
+flags.DEFINE_string("profile", None, "Write a profile (TensorBoard, Perfetto) of the run here.")
 flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not one line.")
 
 
@@ -75,7 +77,15 @@ def run() -> None:
     set_up(flags.FLAGS)
     config.parse(flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths)
     module, _, name = MODES[flags.FLAGS.run_mode].rpartition(".")
-    gin.get_configurable(getattr(importlib.import_module(module), name))()
+    with _profiled(flags.FLAGS.profile):
+        gin.get_configurable(getattr(importlib.import_module(module), name))()
+
+
+def _profiled(folder: str | None) -> contextlib.AbstractContextManager:
+    """A trace in which a round's parts carry the names draft, verify and commit."""
+    import jax
+
+    return jax.profiler.trace(folder) if folder else contextlib.nullcontext()
 
 
 def set_up(values: flags.FlagValues) -> None:

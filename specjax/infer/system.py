@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from specjax.checkpoints import int8, t5x
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode.interfaces import Drafter, Params
-from specjax.models.t5 import T5
+from specjax.models.t5 import T5, T5Config
 
 # Names under which a SentencePiece model lies beside a checkpoint.
 VOCABULARIES = ("sentencepiece.model", "spiece.model")
@@ -27,14 +27,16 @@ class Checkpoint:
       path: an int8 ``.safetensors`` file or a T5X checkpoint.
       model: what the weights must fit; None takes the configuration from the file.
       vocabulary_path: SentencePiece model; None looks beside the checkpoint.
+      dtype: of activations, caches and weights; where a ``model`` is given, its own.
     """
 
     path: str
     model: T5 | None = None
     vocabulary_path: str | None = None
+    dtype: str = "float32"
 
     def load(self) -> tuple[T5, PyTree]:
-        """The model and its parameters, in float32, laid out for the backend.
+        """The model and its parameters, laid out for the backend.
 
         Raises:
           ValueError: there is no such checkpoint, or it does not fit the model.
@@ -44,14 +46,20 @@ class Checkpoint:
 
     def _read(self) -> tuple[T5, PyTree]:
         path = pathlib.Path(self.path).expanduser()
-        if path.suffix == ".safetensors":
-            if not path.is_file():
-                raise ValueError(f"no checkpoint {self.path}")
-            if self.model is None:
-                return int8.load_model(path)
-            return self.model, int8.load(path, self.model)
-        model = self.model or T5(t5x.infer_config(self.path))
-        return model, t5x.load(self.path, model)
+        if path.suffix != ".safetensors":
+            model = self.model or T5(self._typed(t5x.infer_config(self.path)))
+            return model, t5x.load(self.path, model, model.config.dtype)
+        if not path.is_file():
+            raise ValueError(f"no checkpoint {self.path}")
+        if self.model is None:
+            model, params = int8.load_model(path)
+            model = T5(self._typed(model.config))
+        else:
+            model, params = self.model, int8.load(path, self.model)
+        return model, jax.tree.map(lambda x: x.astype(model.config.dtype), params)
+
+    def _typed(self, config: T5Config) -> T5Config:
+        return dataclasses.replace(config, dtype=self.dtype)
 
     def vocabulary(self) -> Vocabulary | None:
         """The vocabulary, or None where nothing is said and nothing lies beside the checkpoint."""

@@ -1,0 +1,80 @@
+"""Every gin file parses, and says what it should."""
+
+import math
+import pathlib
+
+import gin
+import jax
+import pytest
+
+from specjax import config
+
+ROOT = pathlib.Path(__file__).resolve().parents[1] / "configs"
+# Millions of parameters, as the models' authors give them (rounded there).
+SIZES = {
+    "t5_1_1_small": 77, "t5_1_1_base": 248, "t5_1_1_large": 783, "t5_1_1_xl": 2850,
+    "t5_1_1_xxl": 11135, "t5_1_0_small": 60.5, "t5_1_0_base": 223, "t5_1_0_large": 738,
+    "t5_1_0_3b": 2852, "t5_1_0_11b": 11307, "mt5_small": 300, "mt5_base": 582, "mt5_large": 1230,
+    "mt5_xl": 3743, "mt5_xxl": 12921,
+}  # fmt: skip
+REQUIRED = {
+    "runs/infer.gin": "CHECKPOINT_PATH INFER_OUTPUT_DIR MIXTURE_OR_TASK_NAME",
+    "runs/eval.gin": "CHECKPOINT_PATH EVAL_OUTPUT_DIR MIXTURE_OR_TASK_NAME",
+    "papers/leviathan2022_table2_ende.gin": "TARGET_CHECKPOINT_PATH DRAFT_SMALL_CHECKPOINT_PATH "
+    "DRAFT_BASE_CHECKPOINT_PATH DRAFT_LARGE_CHECKPOINT_PATH VOCABULARY_PATH OUTPUT_DIR",
+}
+REQUIRED["papers/leviathan2022_table2_cnndm.gin"] = REQUIRED["papers/leviathan2022_table2_ende.gin"]
+
+
+def files(folder: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob("*.gin"))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_models_have_their_published_size(name):
+    config.parse([f"configs/models/{name}.gin"])
+    leaves = jax.tree.leaves(config.macro("MODEL").abstract())
+    millions = sum(math.prod(leaf.shape) for leaf in leaves) / 1e6
+    assert millions == pytest.approx(SIZES[name], rel=0.005)
+
+
+@pytest.mark.parametrize("name", [n for n in files("models") if n.startswith("models/flan")])
+def test_flan_models_are_v1_1_models(name):
+    config.parse([f"configs/{name}"])
+    flan = config.macro("MODEL")
+    config.parse([f"configs/{name.replace('flan_t5', 't5_1_1')}"])
+    assert flan == config.macro("MODEL")
+
+
+@pytest.mark.parametrize(
+    "name", [n for d in ("runs", "papers", "examples", "train") for n in files(d)]
+)
+def test_what_runs_parses_once_its_required_macros_are_set(name):
+    """And says which one is missing otherwise."""
+    macros = REQUIRED.get(name, "").split()
+    bindings = [f"{macro}='x'" for macro in macros]
+    if name.startswith("runs"):
+        bindings.append("TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}")
+    if name == "papers/leviathan2022_table2.gin":
+        return  # included by the two others
+    config.parse([f"configs/{name}"], bindings)
+    for missing in macros:
+        with pytest.raises(ValueError, match="not subsequently overridden"):
+            config.parse([f"configs/{name}"], [b for b in bindings if not b.startswith(missing)])
+
+
+def test_methods_add_a_drafter_to_a_run():
+    lengths = "TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}"
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    more = ["DRAFT_CHECKPOINT_PATH='y'", "GAMMA=4"]
+    names = ["configs/runs/infer.gin", "configs/methods/small_model.gin"]
+    config.parse(names, [*bindings, *more, lengths])
+    assert gin.query_parameter("small_model.SmallModel.gamma").scoped_configurable_fn() == 4
+    assert "draft/system.Checkpoint" in gin.config_str()
+
+
+def test_table_2_compares_three_drafts_on_the_paper_s_task():
+    name = "papers/leviathan2022_table2_cnndm.gin"
+    config.parse([f"configs/{name}"], [f"{m}='x'" for m in REQUIRED[name].split()])
+    assert sorted(gin.query_parameter("run.bench.drafts")) == ["T5-base", "T5-large", "T5-small"]
+    assert config.macro("MIXTURE_OR_TASK_NAME") == "cnn_dailymail_v002"
