@@ -10,7 +10,7 @@ import urllib.parse
 import jax
 import numpy as np
 import pytest
-from etils.epath import testing
+from etils.epath import gpath, testing
 
 from specjax.checkpoints import structure, t5x
 from tests.checkpoints.conftest import MODELS, T5X, error_of
@@ -53,6 +53,12 @@ def storage():
     server.server_close()
 
 
+@pytest.fixture(autouse=True)
+def no_tensorflow(monkeypatch):
+    """Where TensorFlow is installed, epath asks it and never the mock."""
+    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
+
+
 @contextlib.contextmanager
 def bucket():
     """epath finds the fixtures under gs://bucket."""
@@ -75,7 +81,7 @@ def bucket():
 def test_the_directory_is_found_in_the_bucket(name):
     with bucket():
         assert os.fspath(t5x.find(name)) == "gs://bucket/t5x_tiny/checkpoint_0"
-        assert os.fspath(t5x.find(f"{name}")).count("checkpoint_0") == 1
+        assert t5x.find(t5x.find(name) / "checkpoint") == t5x.find(name)
         said = error_of(t5x.find, "gs://bucket/t5x_tiny/none")
     assert said.startswith("no T5X checkpoint") and said.endswith("gs://bucket/t5x_tiny/none")
 
