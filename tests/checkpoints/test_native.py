@@ -99,8 +99,8 @@ def test_files_that_are_not_there(saved, tmp_path):
     shutil.copy(saved / "specjax.json", tmp_path)
     assert "params is no Orbax checkpoint" in error_of(native.load, tmp_path, MODEL)
     copy = shutil.copytree(saved, tmp_path / "copy")
-    for file in copy.glob("params/ocdbt.process_0/d/*"):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    data = max(copy.glob("params/ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    data.write_bytes(data.read_bytes()[:100])
     assert "params cannot be read" in error_of(native.load, copy, MODEL)
     (copy / "params" / "_METADATA").unlink()
     assert "params is no Orbax checkpoint" in error_of(native.load, copy, MODEL)
