@@ -80,7 +80,7 @@ def tree(
     """All parameters, a few leaves at a time.
 
     Args:
-      reads: per name, how to read it.
+      reads: per name, how to read it, in the order in which that is done.
       wanted: see `targets`.
       called: the checkpoint's own names, for the message.
       where: the checkpoint, for the message.
@@ -92,7 +92,7 @@ def tree(
       ValueError: data that cannot be read; all tensors concerned are named.
     """
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        pending = {name: pool.submit(leaf, reads[name], wanted[name]) for name in wanted}
+        pending = {name: pool.submit(leaf, read, wanted[name]) for name, read in reads.items()}
     flat, broken = {}, []
     for name, future in pending.items():
         try:

@@ -29,6 +29,9 @@ from specjax.models.t5 import T5, T5Config
 
 # Version 2 wrote bfloat16 as uint16; before that the file was of another kind.
 _VERSIONS = (2, 3)
+# Chunks kept decoded while a checkpoint is read: the parts of several devices, and the layers of a
+# scanned tensor, lie in the same ones.
+CACHE_BYTES = 2 * 2**30
 _SCANNED = ("encoder.encoder.", "decoder.decoder.")
 
 
@@ -278,7 +281,9 @@ def kvstore(folder: str | os.PathLike, spec: dict) -> dict:
 
 def _open(folder: epath.Path, leaves: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """(name to array or open TensorStore, names of which there is no data)."""
-    context = ts.Context({"file_io_concurrency": {"limit": 128}})
+    context = ts.Context(
+        {"file_io_concurrency": {"limit": 128}, "cache_pool": {"total_bytes_limit": CACHE_BYTES}}
+    )
     futures = {
         name: ts.open(_zarr(folder, leaf), context=context, open=True, read=True)
         for name, leaf in leaves.items()
@@ -297,7 +302,8 @@ def _zarr(folder: epath.Path, spec: dict) -> dict:
     # Metadata of the spec is left out: what is on disk counts. A chunk that is not there would be
     # read as zeros, but T5X writes every chunk.
     store = kvstore(folder, spec)
-    return {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False}
+    spec = {"driver": "zarr", "kvstore": store, "recheck_cached_data": "open"}
+    return spec | {"fill_missing_data_reads": False}
 
 
 def _fetch(folder: epath.Path, tensors: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 from etils.epath import gpath, testing
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from specjax.checkpoints import structure, t5x
 from tests.checkpoints.conftest import MODELS, T5X, error_of
@@ -22,10 +24,12 @@ class Storage(http.server.BaseHTTPRequestHandler):
     """The one request of Google's JSON API that TensorStore makes: an object's bytes."""
 
     protocol_version = "HTTP/1.1"
+    asked: list[str] = []
 
     def do_GET(self) -> None:
         bucket, _, name = urllib.parse.urlsplit(self.path).path.partition("/o/")
         file = T5X / urllib.parse.unquote(name)
+        self.asked.append(name)
         found = bucket == "/storage/v1/b/bucket" and file.is_file()
         content = file.read_bytes() if found else b"{}"
         self.send_response(200 if found else 404)
@@ -104,6 +108,24 @@ def test_a_checkpoint_in_a_bucket_is_the_local_one():
         raw = t5x.read("gs://bucket/t5x_tiny")
     jax.tree.map(np.testing.assert_array_equal, remote, t5x.load(T5X / "t5x_tiny", TINY))
     assert len(raw) == len(structure.flatten(remote))
+
+
+@pytest.mark.usefixtures("storage")
+def test_nothing_is_fetched_twice():
+    """Eight devices and three scanned layers read parts of the same chunks."""
+    model = MODELS["t5x_scanned"]
+    mesh = jax.make_mesh((8,), ("model",))
+    Storage.asked.clear()
+    axes = {"vocab": "model", "mlp": "model", "joined_kv": "model"}
+    shardings = jax.tree.map(
+        lambda names: NamedSharding(mesh, P(*map(axes.get, names))),
+        model.logical_axes(),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    with bucket():
+        params = t5x.load("gs://bucket/t5x_scanned", model, shardings=shardings)
+    assert len(Storage.asked) == len(set(Storage.asked)) > 20
+    jax.tree.map(np.testing.assert_array_equal, params, t5x.load(T5X / "t5x_scanned", model))
 
 
 def test_what_a_remote_file_system_raises_is_one_line():
