@@ -78,12 +78,6 @@ _TRANSPOSED = ".rel_embedding"
 _ROWS = 4096  # compared at once
 
 
-def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether the folder looks like one; the contents are not looked at."""
-    folder = pathlib.Path(path).expanduser()
-    return (folder / CONFIG).is_file() and any((folder / n).is_file() for n in (WEIGHTS, INDEX))
-
-
 def read_config(path: str | os.PathLike) -> T5Config:
     """The configuration in ``config.json``.
 
@@ -172,8 +166,9 @@ def save(
     config = _describe(model.config)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-    if is_checkpoint(folder):
-        raise ValueError(f"{folder} holds a model already")
+    # An older index or single file beside the new ones would be read in their stead.
+    if old := sorted(file.name for file in folder.glob("model*.safetensors*")):
+        raise ValueError(f"{folder} holds a model already: {', '.join(old)}")
     flat = structure.flatten(params)
     shards = _split({name: x.nbytes for name, x in flat.items()}, max_shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +224,9 @@ def _copies(config: T5Config) -> tuple[str, ...]:
     return (*_EMBEDDINGS, _OUTPUT) if config.logits_via_embedding else _EMBEDDINGS
 
 
-def _check(folder, config: T5Config, names: dict[str, str], tensors: Mapping[str, Any]) -> None:
+def _check(
+    folder: pathlib.Path, config: T5Config, names: dict[str, str], tensors: Mapping[str, Any]
+) -> None:
     """Everything that is wrong with the files, in one error."""
     expected = {}
     for name, shape in structure.shapes(T5(config).abstract()).items():
@@ -270,14 +267,13 @@ def _turn(x: np.ndarray, name: str) -> np.ndarray:
 
 def _open(folder: pathlib.Path) -> dict[str, Any]:
     """Name to lazy tensor; nothing but headers is read."""
-    if (folder / INDEX).is_file():
+    weight_map = None
+    if not (folder / WEIGHTS).is_file():  # which transformers prefers too
+        if not (folder / INDEX).is_file():
+            raise ValueError(f"no {WEIGHTS} and no {INDEX} in {folder}")
         weight_map = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{folder / INDEX} has no weight_map")
-    elif (folder / WEIGHTS).is_file():
-        weight_map = None
-    else:
-        raise ValueError(f"no {WEIGHTS} and no {INDEX} in {folder}")
     files = [WEIGHTS] if weight_map is None else sorted(set(weight_map.values()))
     if absent := [file for file in files if not (folder / file).is_file()]:
         raise ValueError(f"{folder} is incomplete; no file {', '.join(absent)}")

@@ -24,11 +24,6 @@ DESCRIPTION = "specjax.json"
 PARAMS = "params"
 
 
-def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether the folder looks like one; the contents are not looked at."""
-    return (pathlib.Path(path).expanduser() / DESCRIPTION).is_file()
-
-
 def save(path: str | os.PathLike, model: T5, params: PyTree) -> None:
     """Writes parameters, in the types they have; all is on disk when this returns.
 
@@ -45,7 +40,7 @@ def save(path: str | os.PathLike, model: T5, params: PyTree) -> None:
     """
     folder = pathlib.Path(path).expanduser().resolve()
     structure.check(structure.shapes(params), structure.shapes(model.abstract()), "the tree")
-    if is_checkpoint(folder):
+    if (folder / DESCRIPTION).exists():
         raise ValueError(f"{folder} holds a checkpoint already")
     with ocp.StandardCheckpointer() as checkpointer:
         # What an unfinished save left is overwritten.

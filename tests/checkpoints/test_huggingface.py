@@ -217,11 +217,14 @@ def test_the_embedding_under_another_name(folder):
     equal_bits(flat(huggingface.load(folder(change), V1_0)), flat(params_of("t5_v1_0")))
 
 
-def test_copies_that_differ_are_named(folder):
+@pytest.mark.parametrize("row", [0, 9, 10, 59, 60, 63])
+def test_copies_that_differ_are_named(folder, monkeypatch, row):
+    monkeypatch.setattr(huggingface, "_ROWS", 10)  # the table has 64: the last block is shorter
+
     def change(tensors):
         for name in ("decoder.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = tensors["shared.weight"].copy()
-            tensors[name][-1, -1] += 1
+            tensors[name][row, -1] += 1
         tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"][:-1].copy()
 
     said = error_of(huggingface.load, folder(change), V1_0)
@@ -336,7 +339,20 @@ def test_only_whole_models_are_saved_and_none_is_overwritten(tmp_path):
     assert "at least 1" in error_of(huggingface.save, params, V1_0, tmp_path, 0)
     assert not list(tmp_path.iterdir())
     huggingface.save(params, V1_0, tmp_path)
-    assert "holds a model already" in error_of(huggingface.save, params, V1_0, tmp_path)
+    said = error_of(huggingface.save, params, V1_0, tmp_path, 1)
+    assert said == f"{tmp_path} holds a model already: model.safetensors"
     odd = T5(dataclasses.replace(V1_0.config, mlp_activations=("linear", "gelu")))
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), odd.abstract())
     assert "Hugging Face has no T5" in error_of(huggingface.save, params, odd, tmp_path / "odd")
+
+
+def test_an_index_without_its_map(tmp_path):
+    copy = pathlib.Path(shutil.copytree(HF / "t5_v1_1", tmp_path / "copy"))
+    index = copy / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    lost = content["weight_map"].pop("encoder.final_layer_norm.weight")
+    index.write_text(json.dumps(content))
+    said = error_of(huggingface.load, copy, V1_1)
+    assert said.endswith("missing: encoder.final_layer_norm.weight") and (copy / lost).is_file()
+    index.write_text("{}")
+    assert "has no weight_map" in error_of(huggingface.load, copy, V1_1)

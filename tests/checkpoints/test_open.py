@@ -66,6 +66,8 @@ def test_where_there_is_nothing_the_message_says_what_was_looked_for(tmp_path):
                      "specjax.json", "int8"):  # fmt: skip
             assert name in said
         assert error_of(checkpoints.infer_config, path) == said
+    (tmp_path / "model.bin").write_bytes(b"x")
+    assert "no checkpoint at" in error_of(checkpoints.infer_config, tmp_path / "model.bin")
     (tmp_path / "checkpoint_1.tmp-17").mkdir()
     assert "no T5X checkpoint" in error_of(checkpoints.infer_config, tmp_path)
 
