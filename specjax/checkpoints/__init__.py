@@ -1,1 +1,121 @@
-"""Checkpoints: T5X's, and int8 files for shipping."""
+"""Checkpoints: T5X's, Hugging Face's, our own (Orbax), and int8 files for shipping.
+
+`load_any` and `infer_config` take any of them and see what it is.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from specjax.models.t5 import T5, T5Config
+
+
+class _Format(NamedTuple):
+    """How to read one kind of checkpoint.
+
+    Attributes:
+      config: path to T5Config.
+      load: (path, model, dtype, shardings) to parameters.
+    """
+
+    config: Callable[[str], T5Config]
+    load: Callable[..., PyTree]
+
+
+_LOOKED_FOR = (
+    "a T5X folder (a file 'checkpoint', or checkpoint_N/)",
+    "a Hugging Face folder (config.json with model.safetensors or model.safetensors.index.json)",
+    "a folder of ours (specjax.json)",
+    "an int8 file (*.safetensors)",
+)
+
+
+def infer_config(path: str | os.PathLike) -> T5Config:
+    """The configuration of whatever checkpoint lies there; no array is read.
+
+    Args:
+      path: a T5X folder (local or ``gs://``), a Hugging Face folder, a folder that `native.save`
+        wrote, or an int8 file.
+
+    Raises:
+      ValueError: nothing that is known lies there (the message says what was looked for), or it
+        holds no T5 that can be served.
+    """
+    return _recognise(path).config(os.fspath(path))
+
+
+def load_any(
+    path: str | os.PathLike,
+    model: T5 | None = None,
+    dtype: Any = "float32",
+    shardings: PyTree | None = None,
+) -> tuple[T5, PyTree]:
+    """Loads whatever checkpoint lies there.
+
+    Args:
+      path: see `infer_config`.
+      model: what to load it as, e.g. with another type of activations; by default the model that
+        the checkpoint describes.
+      dtype: type of the parameters returned.
+      shardings: see `place.targets`.
+
+    Returns:
+      Model and parameters.
+
+    Raises:
+      ValueError: as `infer_config`, or the checkpoint does not fit the model.
+    """
+    from specjax.models.t5 import T5
+
+    found = _recognise(path)
+    model = T5(found.config(os.fspath(path))) if model is None else model
+    return model, found.load(os.fspath(path), model, dtype, shardings)
+
+
+def _recognise(path: str | os.PathLike) -> _Format:
+    text = os.fspath(path)
+    if "://" in text:
+        return _t5x()
+    place = pathlib.Path(text).expanduser()
+    if place.is_file() and place.suffix == ".safetensors":
+        return _int8()
+    if (place / "specjax.json").is_file():
+        return _native()
+    if (place / "config.json").is_file() and list(place.glob("model.safetensors*")):
+        return _huggingface()
+    if place.name == "checkpoint" or list(place.glob("checkpoint*")):
+        return _t5x()
+    raise ValueError(f"no checkpoint at {place}; looked for {'; '.join(_LOOKED_FOR)}")
+
+
+# Each needs libraries of its own, some of them slow to import: only the one in use is imported.
+
+
+def _t5x() -> _Format:
+    from specjax.checkpoints import t5x
+
+    return _Format(t5x.infer_config, t5x.load)
+
+
+def _huggingface() -> _Format:
+    from specjax.checkpoints import huggingface
+
+    return _Format(huggingface.read_config, huggingface.load)
+
+
+def _native() -> _Format:
+    from specjax.checkpoints import native
+
+    return _Format(native.read_config, native.load)
+
+
+def _int8() -> _Format:
+    from specjax.checkpoints import int8
+
+    return _Format(int8.read_config, int8.load)

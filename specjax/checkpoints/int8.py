@@ -18,7 +18,7 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Float, Float32, Int8, PyTree
 
-from specjax.checkpoints import structure
+from specjax.checkpoints import place, structure
 from specjax.models.t5 import T5, T5Config
 
 FORMAT = "specjax.int8"
@@ -86,30 +86,29 @@ def save(
     _replace(pathlib.Path(path), _serialise(tensors, own | dict(metadata or {})))
 
 
-def load(path: str | os.PathLike, model: T5) -> PyTree:
+def load(
+    path: str | os.PathLike, model: T5, dtype=jnp.float32, shardings: PyTree | None = None
+) -> PyTree:
     """Dequantised parameters.
 
     Args:
       path: a file that `save` wrote.
       model: its sizes must be those of the file.
+      dtype: type of the parameters returned; what rounds float32 is another model.
+      shardings: see `place.targets`.
 
     Returns:
-      The tree that ``model.abstract()`` describes, float32.
+      The tree that ``model.abstract(dtype)`` describes.
 
     Raises:
       ValueError: no such file, of another format, or with missing, unexpected or misshapen tensors
         (all of them are named).
     """
+    wanted = place.targets(model, dtype, shardings)
     with _open(path) as file:
-        expected = _stored(model)
-        structure.check(_found(file), expected, str(path))
-        tensors = {name: file.get_tensor(name) for name in expected}
-    flat = {}
-    for name, shape in structure.shapes(model.abstract()).items():
-        quantised = _is_quantised(name, shape)
-        x = dequantise(*_unpair(name, tensors)) if quantised else tensors[name]
-        flat[name] = jnp.asarray(x)
-    return structure.unflatten(flat)
+        structure.check(_found(file), _stored(model), str(path))
+        reads = {name: _reader(file, name, leaf.shape) for name, leaf in wanted.items()}
+        return place.tree(reads, wanted, {name: name for name in wanted}, str(path))
 
 
 def load_model(path: str | os.PathLike) -> tuple[T5, PyTree]:
@@ -124,14 +123,23 @@ def load_model(path: str | os.PathLike) -> tuple[T5, PyTree]:
     Raises:
       ValueError: as `load`, or the file describes a model that is not known here.
     """
+    model = T5(read_config(path))
+    return model, load(path, model)
+
+
+def read_config(path: str | os.PathLike) -> T5Config:
+    """The configuration of the model that a file describes.
+
+    Raises:
+      ValueError: no such file, of another format, or it describes no model that is known here.
+    """
     described = read_metadata(path)
     try:
         if described["model"] != "t5":
             raise ValueError(f"unknown model {described['model']!r}")
-        model = T5(T5Config(**json.loads(described["config"])))
+        return T5Config(**json.loads(described["config"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} describes no model that is known here: {error}") from None
-    return model, load(path, model)
 
 
 def read_metadata(path: str | os.PathLike) -> dict[str, str]:
@@ -158,8 +166,12 @@ def _pair(name: str, steps: np.ndarray, scale: np.ndarray) -> dict[str, np.ndarr
     return {f"{name}.int8": steps, f"{name}.scale": scale}
 
 
-def _unpair(name: str, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    return tensors[f"{name}.int8"], tensors[f"{name}.scale"]
+def _reader(file: safetensors.safe_open, name: str, shape: tuple[int, ...]) -> place.Read:
+    """How to read a part of a dequantised tensor."""
+    if not _is_quantised(name, shape):
+        return lambda index: file.get_slice(name)[index]
+    steps, scale = file.get_slice(f"{name}.int8"), file.get_slice(f"{name}.scale")
+    return lambda index: dequantise(steps[index], scale[index[:1]])
 
 
 def _stored(model: T5) -> dict[str, str]:

@@ -3,11 +3,16 @@
 Names are T5X's with dots, shapes come from the file. Two layouts are known: one sub-tree per layer
 (``encoder.layers_0.…``), and the scanned one of scalable_t5 (``encoder.encoder.…``, layers axis
 second, attention kernels with a heads axis of their own). Optimizer slots are never opened.
+
+Checkpoints lie in a local folder or on ``gs://``; there the small files are read through epath (which
+needs gcsfs or TensorFlow), the arrays by TensorStore itself.
 """
 
+import contextlib
 import os
-import pathlib
+import posixpath
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,44 +20,47 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import tensorstore as ts
+from etils import epath
 from flax import serialization, traverse_util
 from jaxtyping import PyTree
 
-from specjax.checkpoints import structure
+from specjax.checkpoints import place, structure
 from specjax.models.t5 import T5, T5Config
 
 # Version 2 wrote bfloat16 as uint16; before that the file was of another kind.
 _VERSIONS = (2, 3)
+# Chunks kept decoded while a checkpoint is read: the parts of several devices, and the layers of a
+# scanned tensor, lie in the same ones.
+CACHE_BYTES = 2 * 2**30
 _SCANNED = ("encoder.encoder.", "decoder.decoder.")
 
 
-def find(path: str | os.PathLike) -> pathlib.Path:
+def find(path: str | os.PathLike) -> epath.Path:
     """The checkpoint directory that a path means.
 
     Args:
       path: a checkpoint directory, its ``checkpoint`` file, or a model directory, of which the
-        newest ``checkpoint_N`` is taken.
+        newest ``checkpoint_N`` is taken; local or ``gs://``.
 
     Returns:
       The directory that holds the file ``checkpoint``.
 
     Raises:
-      ValueError: there is none, or the path is not local.
+      ValueError: there is none, or it cannot be reached.
     """
-    if "://" in str(path):
-        raise ValueError(f"{path}: only local T5X checkpoints can be read; copy it here first")
-    folder = pathlib.Path(path).expanduser().resolve()
-    if folder.name == "checkpoint" and folder.is_file():
-        return folder.parent
-    if (folder / "checkpoint").is_file():
-        return folder
-    # An unfinished save is called checkpoint_N.tmp-…
-    steps = {
-        int(match[1]): child
-        for child in (folder.iterdir() if folder.is_dir() else ())
-        if (match := re.fullmatch(r"checkpoint_(\d+)", child.name))
-        and (child / "checkpoint").is_file()
-    }
+    folder = _located(path)
+    with _reached(folder):
+        if folder.name == "checkpoint" and folder.is_file():
+            return folder.parent
+        if (folder / "checkpoint").is_file():
+            return folder
+        # An unfinished save is called checkpoint_N.tmp-…
+        steps = {
+            int(match[1]): child
+            for child in (folder.iterdir() if folder.is_dir() else ())
+            if (match := re.fullmatch(r"checkpoint_(\d+)", child.name))
+            and (child / "checkpoint").is_file()
+        }
     if not steps:
         raise ValueError(f"no T5X checkpoint (a file 'checkpoint', or checkpoint_N/) in {folder}")
     return steps[max(steps)]
@@ -78,13 +86,19 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     return _fetch(folder, tensors)
 
 
-def load(path: str | os.PathLike, model: T5, dtype=jnp.float32) -> PyTree:
+def load(
+    path: str | os.PathLike, model: T5, dtype=jnp.float32, shardings: PyTree | None = None
+) -> PyTree:
     """Parameters for ``model``, unrolled and transposed to ``[out, in]``.
+
+    Each leaf goes straight to its devices; of a sharded one only the chunks that a device's part
+    touches are read for it.
 
     Args:
       path: see `find`.
       model: its configuration must fit the file.
       dtype: type of the parameters returned.
+      shardings: see `place.targets`.
 
     Returns:
       The tree that ``model.abstract(dtype)`` describes.
@@ -93,19 +107,19 @@ def load(path: str | os.PathLike, model: T5, dtype=jnp.float32) -> PyTree:
       ValueError: no checkpoint, or missing, unexpected, misshapen tensors or tensors without data;
         all of them are named, and no array is read before this is known.
     """
+    wanted = place.targets(model, dtype, shardings)
     folder = find(path)
     leaves = _target(folder)
     tensors, absent = _open(folder, leaves)
     structure.check(
         _shapes(leaves, tensors), _expected(model), str(folder), no_readable_data=absent
     )
-    unrolled = unroll(_fetch(folder, tensors))
-    params = {}
-    for name in list(unrolled):  # one by one, so that the file's copy shrinks while ours grows
-        x = unrolled.pop(name)
-        x = x.T if name.endswith(".kernel") else x
-        params[_our_name(name)] = jnp.asarray(x, dtype)
-    return structure.unflatten(params)
+    views: dict[str, Any] = {}
+    for name, x in tensors.items():
+        views |= _layers(name, x)
+    reads = {_our_name(name): _reader(name, x) for name, x in views.items()}
+    called = {_our_name(name): name for name in views}
+    return place.tree(reads, wanted, called, str(folder))
 
 
 def infer_config(path: str | os.PathLike) -> T5Config:
@@ -162,13 +176,16 @@ def unroll(tensors: dict[str, Any]) -> dict[str, Any]:
     """
     out = {}
     for name, x in tensors.items():
-        if name.startswith(_SCANNED) and x.ndim > 1:
-            stack, _, inner = name.split(".", 2)
-            layers = {f"{stack}.layers_{i}.{inner}": x[:, i] for i in range(x.shape[1])}
-        else:
-            layers = {name: x}
-        out |= {name: _join_heads(name, x) for name, x in layers.items()}
+        out |= {name: _join_heads(name, x) for name, x in _layers(name, x).items()}
     return out
+
+
+def _layers(name: str, x: Any) -> dict[str, Any]:
+    """One view per layer of a scanned tensor (or of a TensorStore, where nothing is read yet)."""
+    if not (name.startswith(_SCANNED) and x.ndim > 1):
+        return {name: x}
+    stack, _, inner = name.split(".", 2)
+    return {f"{stack}.layers_{i}.{inner}": x[:, i] for i in range(x.shape[1])}
 
 
 def _join_heads(name: str, x: Any) -> Any:
@@ -179,10 +196,63 @@ def _join_heads(name: str, x: Any) -> Any:
     return x.reshape(-1, x.shape[2]) if match[1] == "out" else x.reshape(x.shape[0], -1)
 
 
-def _target(folder: pathlib.Path) -> dict[str, Any]:
-    """Name to array or TensorStore spec, from the file ``checkpoint``."""
+def _reader(name: str, x: Any) -> place.Read:
+    """How to read a part of a tensor in our layout; ``x`` is an array or an open TensorStore."""
+    if not name.endswith(".kernel"):
+        return lambda index: _values(x[index])
+    if x.ndim == 2:
+        return lambda index: _values(x[index[::-1]]).T
+    return lambda index: _read_heads(name, x, index[::-1]).T
+
+
+def _read_heads(name: str, x: Any, index: tuple[slice, slice]) -> np.ndarray:
+    """A part of the joined kernel: as few whole heads as cover it, then the rest is cut off."""
+    axis = 0 if name.endswith(".out.kernel") else 1  # which of the two is joined
+    heads, width = (x.shape[0], x.shape[1]) if axis == 0 else (x.shape[1], x.shape[2])
+    start, stop, _ = index[axis].indices(heads * width)
+    first, last = start // width, -(-stop // width)
+    part = x[first:last, :, index[1]] if axis == 0 else x[index[0], first:last]
+    cut = slice(start - first * width, stop - first * width)
+    joined = _join_heads(name, _values(part))
+    return joined[cut] if axis == 0 else joined[:, cut]
+
+
+def _values(x: Any) -> np.ndarray:
+    x = x.read().result() if isinstance(x, ts.TensorStore) else np.asarray(x)
+    return x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x
+
+
+def _located(path: str | os.PathLike) -> epath.Path:
+    text = os.fspath(path)
+    if text.startswith("gs://"):
+        return epath.Path(text)
+    if "://" in text:
+        raise ValueError(f"{text}: only local folders and gs:// can be read; copy it there first")
+    return epath.Path(text).expanduser().resolve()
+
+
+@contextlib.contextmanager
+def _reached(folder: epath.Path) -> Iterator[None]:
+    """What a remote file system raises, as one line: its libraries share no class of errors."""
     try:
-        contents = serialization.msgpack_restore((folder / "checkpoint").read_bytes())
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) or not _is_remote(folder):
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"cannot read {folder}: {type(error).__name__}: {reason}") from error
+
+
+def _is_remote(folder: str | os.PathLike) -> bool:
+    return os.fspath(folder).startswith("gs://")
+
+
+def _target(folder: epath.Path) -> dict[str, Any]:
+    """Name to array or TensorStore spec, from the file ``checkpoint``."""
+    with _reached(folder):
+        content = (folder / "checkpoint").read_bytes()
+    try:
+        contents = serialization.msgpack_restore(content)
         version, target = contents["version"], contents["optimizer"]["target"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'checkpoint'} is not T5X's: {error!r}") from None
@@ -203,12 +273,17 @@ def kvstore(folder: str | os.PathLike, spec: dict) -> dict:
     """
     # Older versions of TensorStore put the path beside the store.
     relative = spec["kvstore"].get("path") or spec["path"]
-    return {"driver": "file", "path": os.path.join(folder, relative)}
+    if not _is_remote(folder):
+        return {"driver": "file", "path": os.path.join(folder, relative)}
+    bucket, _, inside = os.fspath(folder).removeprefix("gs://").partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": posixpath.join(inside, relative)}
 
 
-def _open(folder: pathlib.Path, leaves: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _open(folder: epath.Path, leaves: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """(name to array or open TensorStore, names of which there is no data)."""
-    context = ts.Context({"file_io_concurrency": {"limit": 128}})
+    context = ts.Context(
+        {"file_io_concurrency": {"limit": 128}, "cache_pool": {"total_bytes_limit": CACHE_BYTES}}
+    )
     futures = {
         name: ts.open(_zarr(folder, leaf), context=context, open=True, read=True)
         for name, leaf in leaves.items()
@@ -223,24 +298,23 @@ def _open(folder: pathlib.Path, leaves: dict[str, Any]) -> tuple[dict[str, Any],
     return tensors, absent
 
 
-def _zarr(folder: pathlib.Path, spec: dict) -> dict:
+def _zarr(folder: epath.Path, spec: dict) -> dict:
     # Metadata of the spec is left out: what is on disk counts. A chunk that is not there would be
     # read as zeros, but T5X writes every chunk.
     store = kvstore(folder, spec)
-    return {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False}
+    spec = {"driver": "zarr", "kvstore": store, "recheck_cached_data": "open"}
+    return spec | {"fill_missing_data_reads": False}
 
 
-def _fetch(folder: pathlib.Path, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+def _fetch(folder: epath.Path, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
     """Reads everything at once, in parallel."""
     reading = {name: x.read() for name, x in tensors.items() if isinstance(x, ts.TensorStore)}
     out, broken = {}, []
     for name, tensor in tensors.items():
         try:
-            x = reading.pop(name).result() if name in reading else np.asarray(tensor)
+            out[name] = _values(reading.pop(name).result() if name in reading else tensor)
         except (ValueError, OSError):
             broken.append(name)
-            continue
-        out[name] = x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x
     if broken:
         raise ValueError(f"{folder}: missing or damaged data of {', '.join(sorted(broken))}")
     return out

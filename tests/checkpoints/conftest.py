@@ -71,3 +71,11 @@ def read_golden(name: str) -> Golden:
 def tiny(tmp_path) -> pathlib.Path:
     """A writable copy of t5x_tiny's model directory."""
     return shutil.copytree(T5X / "t5x_tiny", tmp_path / "t5x_tiny")
+
+
+def error_of(function, *args, **kwargs) -> str:
+    """The message of the ValueError that a call must raise: one line."""
+    with pytest.raises(ValueError) as error:
+        function(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)

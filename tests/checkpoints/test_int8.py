@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from specjax.checkpoints import int8, structure
 from specjax.models.t5 import T5, T5Config
+from tests.checkpoints.conftest import error_of
 
 SIZES = dict(vocab_size=40, emb_dim=16, num_heads=2, head_dim=4, mlp_dim=24, num_encoder_layers=1)
 MODELS = {
@@ -39,13 +40,6 @@ def saved(tmp_path):
     params = random(MODEL)
     int8.save(tmp_path / "a.safetensors", MODEL, params)
     return tmp_path / "a.safetensors", params
-
-
-def error_of(function, *args) -> str:
-    with pytest.raises(ValueError) as error:
-        function(*args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def rewrite(path, change) -> None:

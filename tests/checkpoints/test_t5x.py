@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import specjax
 from specjax.checkpoints import structure, t5x
@@ -111,3 +113,34 @@ def test_weights_are_transposed_kernels():
         ours = flat[name.replace(".kernel", ".weight")]
         np.testing.assert_array_equal(ours, x.T if name.endswith(".kernel") else x)
     assert len(raw) == len(flat)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_leaf_lands_on_its_shards(name):
+    """Of the scanned model a shard's part of the joined heads begins inside a head."""
+    params = t5x.load(T5X / name, MODELS[name], jnp.bfloat16, shardings(MODELS[name]))
+    jax.tree.map(lambda x, s: pytest.fail() if x.sharding != s else None, params,
+                 shardings(MODELS[name]))  # fmt: skip
+    whole = t5x.load(T5X / name, MODELS[name], jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
+def test_a_shard_is_read_without_the_rest(monkeypatch):
+    read, values = [], t5x._values
+    monkeypatch.setattr(t5x, "_values", lambda x: read.append(x.shape) or values(x))
+    t5x.load(T5X / "t5x_tiny", MODELS["t5x_tiny"], shardings=shardings(MODELS["t5x_tiny"]))
+    assert (16, 16) in read and (64, 32) not in read
+    assert max(map(np.prod, read)) <= 64 * 32 // 8
+    read.clear()
+    t5x.load(T5X / "t5x_scanned", MODELS["t5x_scanned"], shardings=shardings(MODELS["t5x_scanned"]))
+    assert (12, 1, 8) in read and (12, 3, 8) not in read  # one head, or none but the two it touches
+
+
+def shardings(model):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    axes = {"vocab": "model", "mlp": "model", "joined_kv": "model", "embed": "data"}
+    return jax.tree.map(
+        lambda names: NamedSharding(mesh, P(*map(axes.get, names))),
+        model.logical_axes(),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )

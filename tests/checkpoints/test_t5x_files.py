@@ -13,7 +13,7 @@ from flax import serialization
 
 from specjax.checkpoints import t5x
 from specjax.models.t5 import T5
-from tests.checkpoints.conftest import MODELS, T5X
+from tests.checkpoints.conftest import MODELS, T5X, error_of
 
 TINY = MODELS["t5x_tiny"]
 
@@ -35,13 +35,6 @@ def store(folder: pathlib.Path, name: str, x: np.ndarray, dtype: str) -> None:
     ts.open({**spec, "metadata": metadata}, create=True).result().write(x).result()
 
 
-def error_of(function, *args) -> str:
-    with pytest.raises(ValueError) as error:
-        function(*args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_newest_finished_checkpoint_is_taken(tiny):
     for name in ("checkpoint_9", "checkpoint_10", "checkpoint_11.tmp-1700000000"):
         shutil.copytree(tiny / "checkpoint_0", tiny / name)
@@ -55,7 +48,7 @@ def test_newest_finished_checkpoint_is_taken(tiny):
 def test_no_checkpoint_is_one_line(function, tmp_path):
     assert "no T5X checkpoint" in error_of(function, tmp_path)
     assert str(tmp_path / "none") in error_of(function, tmp_path / "none")
-    assert "only local" in error_of(function, "gs://bucket/model/checkpoint_1")
+    assert "only local folders and gs://" in error_of(function, "s3://bucket/checkpoint_1")
 
 
 @pytest.mark.parametrize("content", [b"", b'model_checkpoint_path: "x"', b"\x81\xa1a\x01", b"\xc1"])

@@ -1,0 +1,123 @@
+"""Our own checkpoints of parameters alone: Orbax's arrays, and the model's configuration as JSON.
+
+A folder holds ``params/``, written by `orbax.checkpoint.StandardCheckpointer` (the v0 interface), and
+``specjax.json``, which is written last: a folder without it is an unfinished save.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
+from specjax.checkpoints import place, structure
+from specjax.models.t5 import T5, T5Config
+
+FORMAT = "specjax.params"
+VERSION = 1
+DESCRIPTION = "specjax.json"
+PARAMS = "params"
+
+
+def save(path: str | os.PathLike, model: T5, params: PyTree) -> None:
+    """Writes parameters, in the types they have; all is on disk when this returns.
+
+    With several processes each of them calls this.
+
+    Args:
+      path: the folder, which must hold no checkpoint yet.
+      model: its configuration is stored beside the arrays.
+      params: the parameters, sharded or not.
+
+    Raises:
+      ValueError: the parameters do not fit the model (all leaves are named), or the folder holds a
+        checkpoint already.
+    """
+    folder = pathlib.Path(path).expanduser().resolve()
+    structure.check(structure.shapes(params), structure.shapes(model.abstract()), "the tree")
+    if (folder / DESCRIPTION).exists():
+        raise ValueError(f"{folder} holds a checkpoint already")
+    with ocp.StandardCheckpointer() as checkpointer:
+        # What an unfinished save left is overwritten.
+        checkpointer.save(folder / PARAMS, params, force=True)
+        checkpointer.wait_until_finished()
+    content = {"format": FORMAT, "version": VERSION, "model": "t5"}
+    content |= {"config": dataclasses.asdict(model.config)}
+    if jax.process_index() == 0:
+        (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(path: str | os.PathLike) -> T5Config:
+    """The stored configuration.
+
+    Args:
+      path: the folder.
+
+    Raises:
+      ValueError: no such file, or of another format or model.
+    """
+    file = pathlib.Path(path).expanduser() / DESCRIPTION
+    if not file.is_file():
+        raise ValueError(f"no such file: {file}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = content["format"], content["version"], content["model"]
+        if found != (FORMAT, VERSION, "t5"):
+            raise ValueError(f"it is {found}, not {(FORMAT, VERSION, 't5')}")
+        return T5Config(**content["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} describes no model that is known here: {error}") from None
+
+
+def load(
+    path: str | os.PathLike, model: T5, dtype=jnp.float32, shardings: PyTree | None = None
+) -> PyTree:
+    """Parameters for ``model``; Orbax puts each leaf straight on its shards.
+
+    Args:
+      path: a folder that `save` wrote.
+      model: its configuration must fit the arrays.
+      dtype: type of the parameters returned.
+      shardings: see `place.targets`; without them all leaves lie on the first local device.
+
+    Returns:
+      The tree that ``model.abstract(dtype)`` describes.
+
+    Raises:
+      ValueError: no checkpoint, missing, unexpected or misshapen leaves (all are named), or damaged
+        data.
+    """
+    if shardings is None:
+        # Orbax would otherwise ask for the devices that the parameters were saved from.
+        shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = place.targets(model, dtype, shardings)
+    read_config(path)  # of another format: refused before Orbax looks at it
+    folder = pathlib.Path(path).expanduser().resolve() / PARAMS
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = _shapes(checkpointer, folder)
+        structure.check(found, {n: x.shape for n, x in wanted.items()}, str(folder))
+        try:
+            return checkpointer.restore(folder, structure.unflatten(wanted))
+        except Exception as error:  # of damaged data Orbax raises nothing narrower
+            reason = _first_line(error.__cause__ or error)
+            raise ValueError(f"{folder} cannot be read: {reason}") from error
+
+
+def _shapes(checkpointer: ocp.StandardCheckpointer, folder: pathlib.Path) -> dict[str, Any]:
+    """Name to shape, from Orbax's metadata."""
+    try:
+        found = checkpointer.metadata(folder).item_metadata
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"{folder} is no Orbax checkpoint: {_first_line(error)}") from error
+    if found is None:  # Orbax itself only warns
+        raise ValueError(f"{folder} is no Orbax checkpoint, or its metadata are lost")
+    return structure.shapes(found.tree)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
