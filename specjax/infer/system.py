@@ -1,5 +1,6 @@
 """What decodes: target, drafter, vocabulary and their weights, from what gin names."""
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -10,13 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from specjax.checkpoints import int8, t5x
-from specjax.data.vocabulary import Vocabulary
+from specjax import checkpoints
+from specjax.data import vocabulary as vocabularies
 from specjax.decode.interfaces import Drafter, Params
-from specjax.models.t5 import T5, T5Config
-
-# Names under which a SentencePiece model lies beside a checkpoint.
-VOCABULARIES = ("sentencepiece.model", "spiece.model")
+from specjax.models.t5 import T5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +22,17 @@ class Checkpoint:
     """Weights of one model.
 
     Attributes:
-      path: an int8 ``.safetensors`` file or a T5X checkpoint.
-      model: what the weights must fit; None takes the configuration from the file.
-      vocabulary_path: SentencePiece model; None looks beside the checkpoint.
+      path: a T5X checkpoint, a Hugging Face folder, a folder of ours, or an int8 ``.safetensors``.
+      model: what the weights must fit; None takes the configuration from the checkpoint.
+      vocabulary_path: a SentencePiece model, or a folder with one; None looks beside the checkpoint.
+      extra_ids: sentinels behind the pieces of that model: 100 for T5's own.
       dtype: of activations, caches and weights; where a ``model`` is given, its own.
     """
 
     path: str
     model: T5 | None = None
     vocabulary_path: str | None = None
+    extra_ids: int = 0
     dtype: str = "float32"
 
     def load(self) -> tuple[T5, PyTree]:
@@ -41,35 +41,24 @@ class Checkpoint:
         Raises:
           ValueError: there is no such checkpoint, or it does not fit the model.
         """
-        model, params = self._read()
+        model = self.model
+        if model is None:
+            found = checkpoints.infer_config(self.path)
+            model = T5(dataclasses.replace(found, dtype=self.dtype))
+        params = checkpoints.load_any(self.path, model, model.config.dtype)[1]
         return model, model.tile(params) if jax.default_backend() == "cpu" else params
 
-    def _read(self) -> tuple[T5, PyTree]:
-        path = pathlib.Path(self.path).expanduser()
-        if path.suffix != ".safetensors":
-            model = self.model or T5(self._typed(t5x.infer_config(self.path)))
-            return model, t5x.load(self.path, model, model.config.dtype)
-        if not path.is_file():
-            raise ValueError(f"no checkpoint {self.path}")
-        if self.model is None:
-            model, params = int8.load_model(path)
-            model = T5(self._typed(model.config))
-        else:
-            model, params = self.model, int8.load(path, self.model)
-        return model, jax.tree.map(lambda x: x.astype(model.config.dtype), params)
-
-    def _typed(self, config: T5Config) -> T5Config:
-        return dataclasses.replace(config, dtype=self.dtype)
-
-    def vocabulary(self) -> Vocabulary | None:
+    def vocabulary(self) -> vocabularies.Base | None:
         """The vocabulary, or None where nothing is said and nothing lies beside the checkpoint."""
         if self.vocabulary_path:
-            return Vocabulary.load(pathlib.Path(self.vocabulary_path).expanduser())
+            place = pathlib.Path(self.vocabulary_path).expanduser()
+            if place.is_dir():
+                return vocabularies.of_folder(place)
+            return vocabularies.Vocabulary.load(place, self.extra_ids)
         folder = pathlib.Path(self.path).expanduser()
         for place in (folder, folder.parent):
-            for name in VOCABULARIES:
-                if (place / name).is_file():
-                    return Vocabulary.load(place / name)
+            with contextlib.suppress(ValueError):
+                return vocabularies.of_folder(place)
         return None
 
 
@@ -86,7 +75,7 @@ class System(NamedTuple):
     target: T5
     drafter: Drafter | None
     params: Params
-    vocabulary: Vocabulary
+    vocabulary: vocabularies.Base
 
 
 def load(
@@ -109,7 +98,8 @@ def load(
     vocabulary = target.vocabulary()
     if vocabulary is None:
         raise ValueError(
-            f"no vocabulary ({' or '.join(VOCABULARIES)}) beside {target.path}; set vocabulary_path"
+            f"no vocabulary ({' or '.join(vocabularies.SENTENCEPIECE_FILES)}) beside {target.path}; "
+            "set vocabulary_path"
         )
     if vocabulary.size > model.vocab_size:
         raise ValueError(
@@ -123,7 +113,9 @@ def load(
     return System(model, drafter(model=small), Params(weights, draft_weights), vocabulary)
 
 
-def check_same_pieces(vocabulary: Vocabulary, model: T5, small: T5, draft: Checkpoint) -> None:
+def check_same_pieces(
+    vocabulary: vocabularies.Base, model: T5, small: T5, draft: Checkpoint
+) -> None:
     """Raises ValueError unless target and draft have the same pieces, not only as many.
 
     A draft of other pieces drafts other words, whatever its ids say.
@@ -134,10 +126,8 @@ def check_same_pieces(vocabulary: Vocabulary, model: T5, small: T5, draft: Check
             "share a vocabulary"
         )
     theirs = draft.vocabulary()
-    if theirs is not None and theirs.pieces() != vocabulary.pieces():
-        pairs = zip(vocabulary.pieces(), theirs.pieces(), strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), "the end")
-        raise ValueError(f"target and draft have other pieces (the first at id {at})")
+    if theirs is not None:
+        vocabularies.check_same(vocabulary, theirs)
 
 
 def fingerprint(params: PyTree) -> str:
