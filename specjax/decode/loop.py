@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from specjax.decode import processors, stopping, tree
 from specjax.decode import sampling as laws
 from specjax.decode import stats as counters
-from specjax.decode import stopping, tree
 from specjax.decode.interfaces import (
     Block,
     Drafter,
@@ -53,8 +53,7 @@ class State(NamedTuple):
     """What the loop carries.
 
     Attributes:
-      text: committed tokens; ``start`` of them came from the prompt.
-      start: int32 ``[B]``.
+      text: committed tokens; ``text.start`` of them were given.
       cache: the target's.
       drafter: the drafter's state; () in the plain loop.
       finish: int32 ``[B]`` finish codes.
@@ -64,7 +63,6 @@ class State(NamedTuple):
     """
 
     text: Text
-    start: Int[Array, "B"]
     cache: Any
     drafter: Any
     finish: Int[Array, "B"]
@@ -106,8 +104,7 @@ def start(decoder: Decoder, params: Params, prompt: Prompt, keys: Key[Array, "B"
     state = () if drafter is None else drafter.init(params, prefilled, slots + drafter.reach)
     limit = stopping.LENGTH if decoder.max_decode_len == 0 else stopping.LIVE
     return State(
-        text=prefilled.text,
-        start=prefilled.text.length,
+        text=given(prefilled.text),
         cache=prefilled.cache,
         drafter=state,
         finish=jnp.full(batch, limit, jnp.int32),
@@ -115,6 +112,12 @@ def start(decoder: Decoder, params: Params, prompt: Prompt, keys: Key[Array, "B"
         keys=keys,
         stats=counters.empty(batch, 0 if drafter is None else drafter.depth),
     )
+
+
+def given(text: Text) -> Text:
+    """A text of which nothing is emitted yet."""
+    first = jnp.zeros_like(text.length) if text.first is None else text.first
+    return text._replace(first=first, start=text.length)
 
 
 def run(decoder: Decoder, params: Params, state: State, sampling: Sampling) -> State:
@@ -138,7 +141,8 @@ def speculative_round(
     with jax.named_scope("verify"):
         block = tree.block(proposed, newest(text))
         extended = model.extend(params.target, state.cache, block, taps=drafter.taps)
-        log_p = laws.log_law(extended.logits, sampling)
+        history = processors.history(processors.recall(sampling.processors, text), proposed)
+        log_p = laws.log_law(extended.logits, sampling, history)
         verdict = decoder.verifier.judge(proposed, log_p, keys)
     with jax.named_scope("commit"):
         tokens = path_tokens(proposed.tokens, verdict)
@@ -157,11 +161,12 @@ def speculative_round(
 
 def plain_round(decoder: Decoder, params: Params, state: State, *, sampling: Sampling) -> State:
     """One token by the target alone: the baseline every speed-up is measured against."""
-    root, batch = newest(state.text), state.start.shape[0]
+    root, batch = newest(state.text), state.finish.shape[0]
     keys = laws.fold(laws.fold(state.keys, state.stats.rounds), NEXT)
     block = Block(root[:, None], jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch, 1, 1), bool))
     extended = decoder.model.extend(params.target, state.cache, block)
-    log_p = laws.log_law(extended.logits, sampling)
+    history = processors.history(processors.recall(sampling.processors, state.text))
+    log_p = laws.log_law(extended.logits, sampling, history)
     tokens = laws.draw(log_p[:, 0], laws.uniform(keys, 1, log_p.dtype)[:, 0])[:, None]
     keep, one = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
     broken, left = laws.broken(log_p[:, 0]), remaining(decoder, state)
@@ -176,7 +181,7 @@ def plain_round(decoder: Decoder, params: Params, state: State, *, sampling: Sam
 
 def remaining(decoder: Decoder, state: State) -> Int[Array, "B"]:
     """Tokens each row may still emit."""
-    return decoder.max_decode_len - (state.text.length - state.start)
+    return decoder.max_decode_len - (state.text.length - state.text.start)
 
 
 def newest(text: Text) -> Int[Array, "B"]:
@@ -221,7 +226,9 @@ def append(
     text = state.text
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
     return state._replace(
-        text=Text(write(text.tokens, tokens, text.length), text.length + cut.count),
+        text=text._replace(
+            tokens=write(text.tokens, tokens, text.length), length=text.length + cut.count
+        ),
         log_probs=write(state.log_probs, log_probs.astype(jnp.float32), text.length),
         finish=cut.finish,
     )
@@ -230,9 +237,9 @@ def append(
 def decoded(decoder: Decoder, state: State) -> Decoded:
     """Cuts prompt and padding off."""
     steps = jnp.arange(decoder.max_decode_len, dtype=jnp.int32)[None]
-    lengths = state.text.length - state.start
+    lengths = state.text.length - state.text.start
     inside = steps < lengths[:, None]
-    pick = lambda x: jnp.take_along_axis(x, steps + state.start[:, None], axis=1)  # noqa: E731
+    pick = lambda x: jnp.take_along_axis(x, steps + state.text.start[:, None], axis=1)  # noqa: E731
     return Decoded(
         tokens=jnp.where(inside, pick(state.text.tokens), 0),
         lengths=lengths,
@@ -286,7 +293,7 @@ def generate(
       drafter: how to draft; None decodes plainly.
       draft_params: the drafter's parameters.
       verifier: acceptance rule; speculative sampling by default.
-      sampling: temperature, top-k, top-p; greedy by default.
+      sampling: logit processors, temperature, top-k, top-p; greedy by default.
       max_decode_len: tokens to emit at most, EOS included.
       key: random key (key 0 by default).
       row_ids: int32 ``[B]``; a row's randomness depends on ``fold(key, row_id)`` and nothing else
@@ -299,7 +306,8 @@ def generate(
     Raises:
       ValueError: sampling values out of range, a negative length, or a verifier that does not fit.
     """
-    sampling.check()
+    eos_id = model.eos_id if eos_id is None else eos_id
+    sampling.check(eos_id)
     if max_decode_len < 0:
         raise ValueError(f"max_decode_len must not be negative, got {max_decode_len}")
     verifier = SpeculativeSampling() if verifier is None else verifier
@@ -307,9 +315,7 @@ def generate(
     if drafter is not None and check is not None:
         check(sampling)
     batch = prompt.tokens.shape[0]
-    decoder = Decoder(
-        model, max_decode_len, drafter, verifier, model.eos_id if eos_id is None else eos_id
-    )
+    decoder = Decoder(model, max_decode_len, drafter, verifier, eos_id)
     ids = jnp.arange(batch, dtype=jnp.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32)
     key = jax.random.key(0) if key is None else key
     keys = laws.fold(jnp.broadcast_to(key, (batch,)), ids)

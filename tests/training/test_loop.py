@@ -14,8 +14,13 @@ from specjax.training import distill, loop, seq2seq
 from specjax.training.batches import Seq2SeqBatches, TokenPairs, save_pairs
 
 TINY = T5Config(
-    vocab_size=32, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32,
-    num_encoder_layers=1, num_decoder_layers=1,
+    vocab_size=32,
+    emb_dim=16,
+    num_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
 )
 
 
@@ -112,7 +117,9 @@ def test_distilling_a_copy_has_no_loss(data):
     model = T5(TINY)
     params = model.init(jax.random.key(1))
     source = distill.TeacherBatches(data, model, params=params)
-    _, sums = distill.Distill(model).loss(params, jax.tree.map(jnp.asarray, source[0]), jax.random.key(0))
+    _, sums = distill.Distill(model).loss(
+        params, jax.tree.map(jnp.asarray, source[0]), jax.random.key(0)
+    )
     found = loop.averages(sums)
     assert abs(found["loss"]) < 1e-5
     np.testing.assert_allclose([found["overlap"], found["agreement"]], 1.0, rtol=1e-5)
