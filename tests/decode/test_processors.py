@@ -9,7 +9,7 @@ import pytest
 
 from specjax import Sampling, generate
 from specjax.decode import loop, processors, sampling, stopping, tree
-from specjax.decode.interfaces import Params, Text, TokenTree
+from specjax.decode.interfaces import Text, TokenTree
 from specjax.decode.processors import MinLength, NoRepeatNgram, RepetitionPenalty
 from specjax.drafters.small_model import SmallModel
 from tests import toys
@@ -280,18 +280,26 @@ def test_the_real_decode_has_the_processed_law(gamma):
 # Programs.
 
 
-def test_without_processors_the_program_has_no_trace_of_them():
-    """No history is built: the loop is that of a `Sampling` that never heard of processors."""
-    decoder = loop.Decoder(toys.T5, 8, SmallModel(toys.T5, 3))
-    abstract = jax.eval_shape(lambda: toys.init(toys.T5, 0))
-    both, prompt = Params(abstract, abstract), jax.eval_shape(lambda: toys.ask(0))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), toys.BATCH))
-    state = jax.eval_shape(lambda *x: loop.start(decoder, *x), both, prompt, keys)
-    count = {}
-    for chosen in ((), (RepetitionPenalty(2.0),)):
-        rows = jax.eval_shape(lambda c=chosen: Sampling(1.0, processors=c).rows(toys.BATCH))
-        count[chosen] = loop.jit_run.lower(decoder, both, state, rows).as_text().count("scatter")
-    assert count[()] == 0 < count[(RepetitionPenalty(2.0),)]
+def test_without_processors_the_program_has_no_trace_of_them(monkeypatch):
+    """No history is built, and the draft's scan carries no text."""
+
+    def never(*args):
+        raise AssertionError("a history was built")
+
+    monkeypatch.setattr(processors, "History", never)
+    monkeypatch.setattr(Text, "_replace", never)
+    _, both, ask = toys.scripted([*range(5, 20)], [[*range(5, 20)]])
+    prefilled = toys.Script().prefill(both.target, ask, 16)
+    drafter, keys = SmallModel(toys.Script(), 2), toys.row_keys(jax.random.key(0), 1)
+    drafting = drafter.init(both, prefilled, 16)
+
+    def trace(*chosen):
+        rows = Sampling(1.0, processors=chosen).rows(1)
+        jax.eval_shape(lambda: drafter.propose(both, drafting, prefilled.text, rows, keys))
+
+    trace()
+    with pytest.raises(AssertionError, match="history"):
+        trace(RepetitionPenalty(2.0))
 
 
 def test_values_cost_no_compile():
