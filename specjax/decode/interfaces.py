@@ -247,7 +247,7 @@ class Drafter(Protocol):
     reach: int
 
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> PyTree:
-        """State after the prompt."""
+        """State after the prompt; rows are the first axis of all its arrays."""
         ...
 
     def propose(self, params: Params, state, text: Text, sampling, keys: Key[Array, "B"]):
