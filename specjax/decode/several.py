@@ -23,10 +23,10 @@ def expand(state: Any, decodes: int) -> Any:
 def streams(keys: Key[Array, "B"], decodes: int) -> Key[Array, "BN"]:
     """A key for each decode of each row.
 
-    A row's key is folded with the round too, so decodes count down from the largest number.
+    A row's key is folded with the round too, so decodes count down from -1, the largest number.
     """
     rows, index = np.divmod(np.arange(keys.shape[0] * decodes), decodes)
-    return laws.fold(keys[rows], jnp.asarray(np.uint32(2**32 - 1) - index.astype(np.uint32)))
+    return laws.fold(keys[rows], jnp.asarray(-1 - index, jnp.int32))
 
 
 def best_last(out: Any, decodes: int) -> Any:

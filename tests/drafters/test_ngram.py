@@ -166,5 +166,5 @@ def test_alpha_of_a_t5_behind_a_prefix_and_processors():
     same = alpha(toys.T5, params, toys.T5, params, *args)
     np.testing.assert_allclose(same.overlap, out.lengths, rtol=1e-4)
     other = alpha(toys.T5, params, toys.T5, draft, *args)
-    measured = float(out.stats.overlap.sum() / out.stats.tested.sum())
+    measured = float(out.stats.overlap.sum()) / int(out.stats.tested.sum())
     assert 0.2 < other.value < 0.98 and abs(other.value - measured) < 0.15
