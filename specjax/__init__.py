@@ -1,7 +1,8 @@
 """Speculative decoding in JAX."""
 
+from specjax.decode.api import generate, stream
 from specjax.decode.interfaces import Prompt
-from specjax.decode.loop import Decoded, generate
+from specjax.decode.loop import Decoded
 from specjax.decode.sampling import Sampling
 
-__all__ = ["Decoded", "Prompt", "Sampling", "generate"]
+__all__ = ["Decoded", "Prompt", "Sampling", "generate", "stream"]

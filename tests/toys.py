@@ -16,11 +16,11 @@ import numpy as np
 from specjax import generate
 from specjax.decode import loop, stopping
 from specjax.decode import sampling as laws
-from specjax.decode.interfaces import Extended, Open, Params, Prefilled, Prompt, Text
+from specjax.decode.interfaces import Extended, Open, Params, Prefilled, Prompt
 from specjax.decode.sampling import Sampling
 from specjax.drafters.small_model import SmallModel
 from specjax.models import cache as caches
-from specjax.models import t5
+from specjax.models import prefix, t5
 from specjax.models.cache import Cache
 
 VOCAB, EOS, OFF_PATH, SCRIPT_LENGTH = 32, 1, 31, 16
@@ -45,12 +45,12 @@ class Toy:
         return jax.tree.map(lambda x: ("unmodeled",) * x.ndim, self.abstract())
 
     def prefill(self, params, prompt, slots, *, taps=()):
-        """The text is the start token; the prompt's first token is kept where cross K/V stand."""
-        del params, taps
+        """The text is start token and prefix; the prompt's first token is kept where cross K/V stand."""
+        del taps
         batch = prompt.length.shape[0]
         first = prompt.tokens[:, :1, None, None]
         cache = Cache(self.open(batch, slots).kv, jnp.zeros(batch, jnp.int32), ((first, first),))
-        text = Text(jnp.zeros((batch, slots), jnp.int32), jnp.ones(batch, jnp.int32))
+        cache, text = prefix.force(self, params, cache, prompt, slots, 0)
         return Prefilled(cache, text, {}, prompt)
 
     def open(self, batch, width):

@@ -21,10 +21,14 @@ class Prompt(NamedTuple):
     Attributes:
       tokens: int32 ``[B, L]``; beyond ``length`` padding that is never read.
       length: int32 ``[B]``.
+      prefix: tokens and lengths (0 and more) of a forced decoder prefix, without the start token.
+        The decoder reads it as if it had said it; none of it counts as emitted, and an EOS in it
+        ends nothing, as in T5X.
     """
 
     tokens: Int[Array, "B L"]
     length: Int[Array, "B"]
+    prefix: "Prompt | None" = None
 
 
 class Text(NamedTuple):
@@ -36,10 +40,15 @@ class Text(NamedTuple):
     Attributes:
       tokens: int32 ``[B, L]``; slots from ``length`` on are garbage.
       length: int32 ``[B]``, at least 1.
+      first: int32 ``[B]``: the first slot that logit processors and drafters may read (1 behind a
+        start token); a model's prefill sets it, and None is 0.
+      start: int32 ``[B]``: the first slot that was emitted; the loop sets it.
     """
 
     tokens: Int[Array, "B L"]
     length: Int[Array, "B"]
+    first: Int[Array, "B"] | None = None
+    start: Int[Array, "B"] | None = None
 
 
 class Block(NamedTuple):
@@ -238,7 +247,7 @@ class Drafter(Protocol):
     reach: int
 
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> PyTree:
-        """State after the prompt."""
+        """State after the prompt; rows are the first axis of all its arrays."""
         ...
 
     def propose(self, params: Params, state, text: Text, sampling, keys: Key[Array, "B"]):

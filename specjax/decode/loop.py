@@ -1,5 +1,7 @@
 """The draft/verify loop and the plain loop: prefill -> while(draft -> verify -> commit) -> Decoded.
 
+`specjax.decode.api` wraps it for users.
+
 This file knows only the protocols of `specjax.decode.interfaces`, never a concrete model or drafter.
 """
 
@@ -10,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key
 
+from specjax.decode import processors, several, stopping, tree
 from specjax.decode import sampling as laws
 from specjax.decode import stats as counters
-from specjax.decode import stopping, tree
 from specjax.decode.interfaces import (
     Block,
     Drafter,
@@ -23,6 +25,7 @@ from specjax.decode.interfaces import (
     Params,
     Prompt,
     Text,
+    TokenTree,
     Verdict,
     Verifier,
 )
@@ -34,43 +37,52 @@ from specjax.decode.verify import NEXT, SpeculativeSampling
 class Decoded(NamedTuple):
     """What a decode returns.
 
+    With ``num_decodes`` n every array has a second axis of size n: decodes of one prompt in rising
+    order of their scores, the best last, as T5X has them.
+
     Attributes:
       tokens: int32 ``[B, max_decode_len]``, pad (0) from ``lengths`` on; no start token.
       lengths: int32 ``[B]``, EOS included.
       finish_reason: int32 ``[B]``, a code of `specjax.decode.stopping`.
-      log_probs: ``[B, max_decode_len]`` of the tokens under the sampling law; 0 behind the end.
+      log_probs: ``[B, max_decode_len]`` of the tokens under the sampling law (so 0 where greedy), or
+        with ``rescale_log_probs`` False under the softmax of the processed logits, whatever the
+        temperature and filters; 0 behind the end. Both are T5X's.
       stats: counts per row.
+      scores: ``[B]``: the sum of ``log_probs``; EOS counts, a forced prefix does not.
     """
 
-    tokens: Int[Array, "B T"]
-    lengths: Int[Array, "B"]
-    finish_reason: Int[Array, "B"]
-    log_probs: Float[Array, "B T"]
+    tokens: Int[Array, "*B T"]
+    lengths: Int[Array, "*B"]
+    finish_reason: Int[Array, "*B"]
+    log_probs: Float[Array, "*B T"]
     stats: Stats
+    scores: Float[Array, "*B"]
 
 
 class State(NamedTuple):
     """What the loop carries.
 
     Attributes:
-      text: committed tokens; ``start`` of them came from the prompt.
-      start: int32 ``[B]``.
+      text: committed tokens; ``text.start`` of them were given.
       cache: the target's.
       drafter: the drafter's state; () in the plain loop.
       finish: int32 ``[B]`` finish codes.
       log_probs: ``[B, L]`` beside ``text.tokens``.
       keys: one per row.
       stats: counts; ``stats.rounds`` numbers a row's rounds.
+      stops: stop sequences, the same for all rows; None for none.
+
+    All arrays but those of ``stops`` have rows as first axis, those of cache and drafter too.
     """
 
     text: Text
-    start: Int[Array, "B"]
     cache: Any
     drafter: Any
     finish: Int[Array, "B"]
     log_probs: Float[Array, "B L"]
     keys: Key[Array, "B"]
     stats: Stats
+    stops: stopping.Stops | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +95,8 @@ class Decoder:
       drafter: None for plain decoding.
       verifier: acceptance rule.
       eos_id: -1 for none.
+      num_decodes: decodes per prompt; None is one, without an axis for it.
+      rescale_log_probs: whether log-probabilities are those of the sampling law.
     """
 
     model: Model
@@ -90,6 +104,8 @@ class Decoder:
     drafter: Drafter | None = None
     verifier: Verifier = SpeculativeSampling()
     eos_id: int = 1
+    num_decodes: int | None = None
+    rescale_log_probs: bool = True
 
     @property
     def block(self) -> int:
@@ -97,17 +113,23 @@ class Decoder:
         return 1 if self.drafter is None else self.drafter.depth + 1
 
 
-def start(decoder: Decoder, params: Params, prompt: Prompt, keys: Key[Array, "B"]) -> State:
-    """Reads the prompt with target and drafter."""
-    slots = decoder.max_decode_len + 1 + decoder.block
+def start(
+    decoder: Decoder,
+    params: Params,
+    prompt: Prompt,
+    keys: Key[Array, "B"],
+    stops: stopping.Stops | None = None,
+) -> State:
+    """Reads the prompt with target and drafter, once per prompt whatever ``num_decodes``."""
+    forced = 0 if prompt.prefix is None else prompt.prefix.tokens.shape[1]
+    slots = forced + decoder.max_decode_len + 1 + decoder.block
     drafter, batch = decoder.drafter, prompt.tokens.shape[0]
     taps = () if drafter is None else drafter.taps
     prefilled = decoder.model.prefill(params.target, prompt, slots, taps=taps)
     state = () if drafter is None else drafter.init(params, prefilled, slots + drafter.reach)
     limit = stopping.LENGTH if decoder.max_decode_len == 0 else stopping.LIVE
-    return State(
-        text=prefilled.text,
-        start=prefilled.text.length,
+    first = State(
+        text=given(prefilled.text),
         cache=prefilled.cache,
         drafter=state,
         finish=jnp.full(batch, limit, jnp.int32),
@@ -115,6 +137,14 @@ def start(decoder: Decoder, params: Params, prompt: Prompt, keys: Key[Array, "B"
         keys=keys,
         stats=counters.empty(batch, 0 if drafter is None else drafter.depth),
     )
+    state = first if decoder.num_decodes is None else several.expand(first, decoder.num_decodes)
+    return state._replace(stops=stops)
+
+
+def given(text: Text) -> Text:
+    """A text of which nothing is emitted yet."""
+    first = jnp.zeros_like(text.length) if text.first is None else text.first
+    return text._replace(first=first, start=text.length)
 
 
 def run(decoder: Decoder, params: Params, state: State, sampling: Sampling) -> State:
@@ -138,15 +168,16 @@ def speculative_round(
     with jax.named_scope("verify"):
         block = tree.block(proposed, newest(text))
         extended = model.extend(params.target, state.cache, block, taps=drafter.taps)
-        log_p = laws.log_law(extended.logits, sampling)
+        log_p, reported = laws_of(decoder, extended.logits, sampling, text, proposed)
         verdict = decoder.verifier.judge(proposed, log_p, keys)
     with jax.named_scope("commit"):
         tokens = path_tokens(proposed.tokens, verdict)
         keep = jnp.concatenate([jnp.zeros_like(verdict.path[:, :1]), verdict.path + 1], axis=1)
         sound = sound_tokens(log_p, keep, verdict.accepted)
         broken = sound <= verdict.accepted
-        cut = stopping.cut(tokens, sound, left, state.finish, decoder.eos_id, broken)
-        state = append(state, tokens, token_log_probs(log_p, keep, tokens), cut)
+        ends = (state.finish, decoder.eos_id, broken, state.stops, text)
+        cut = stopping.cut(tokens, sound, left, *ends)
+        state = append(state, tokens, token_log_probs(reported, keep, tokens), cut)
         outcome = Outcome(proposed, verdict, extended, tokens, cut.count, keep, state.text, log_p)
         return state._replace(
             cache=model.commit(state.cache, extended.open, keep, cut.count),
@@ -157,26 +188,42 @@ def speculative_round(
 
 def plain_round(decoder: Decoder, params: Params, state: State, *, sampling: Sampling) -> State:
     """One token by the target alone: the baseline every speed-up is measured against."""
-    root, batch = newest(state.text), state.start.shape[0]
+    root, batch = newest(state.text), state.finish.shape[0]
     keys = laws.fold(laws.fold(state.keys, state.stats.rounds), NEXT)
     block = Block(root[:, None], jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch, 1, 1), bool))
     extended = decoder.model.extend(params.target, state.cache, block)
-    log_p = laws.log_law(extended.logits, sampling)
+    log_p, reported = laws_of(decoder, extended.logits, sampling, state.text)
     tokens = laws.draw(log_p[:, 0], laws.uniform(keys, 1, log_p.dtype)[:, 0])[:, None]
     keep, one = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
     broken, left = laws.broken(log_p[:, 0]), remaining(decoder, state)
     sound = jnp.where(broken, 0, one)
-    cut = stopping.cut(tokens, sound, left, state.finish, decoder.eos_id, broken)
-    state = append(state, tokens, token_log_probs(log_p, keep, tokens), cut)
+    ends = (state.finish, decoder.eos_id, broken, state.stops, state.text)
+    cut = stopping.cut(tokens, sound, left, *ends)
+    state = append(state, tokens, token_log_probs(reported, keep, tokens), cut)
     return state._replace(
         cache=decoder.model.commit(state.cache, extended.open, keep, cut.count),
         stats=counters.tally_plain(state.stats, cut.count),
     )
 
 
+def laws_of(
+    decoder: Decoder,
+    logits: Float[Array, "B M V"],
+    sampling: Sampling,
+    text: Text,
+    nodes: TokenTree | None = None,
+) -> tuple[Float[Array, "B M V"], Float[Array, "B M V"]]:
+    """(sampling law, law to report) after the text, or after root and nodes of a tree."""
+    history = processors.history(processors.recall(sampling.processors, text), nodes)
+    log_p = laws.log_law(logits, sampling, history)
+    if decoder.rescale_log_probs:
+        return log_p, log_p
+    return log_p, jax.nn.log_softmax(laws.processed(logits, sampling, history), axis=-1)
+
+
 def remaining(decoder: Decoder, state: State) -> Int[Array, "B"]:
     """Tokens each row may still emit."""
-    return decoder.max_decode_len - (state.text.length - state.start)
+    return decoder.max_decode_len - (state.text.length - state.text.start)
 
 
 def newest(text: Text) -> Int[Array, "B"]:
@@ -221,31 +268,42 @@ def append(
     text = state.text
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))
     return state._replace(
-        text=Text(write(text.tokens, tokens, text.length), text.length + cut.count),
+        text=text._replace(
+            tokens=write(text.tokens, tokens, text.length), length=text.length + cut.count
+        ),
         log_probs=write(state.log_probs, log_probs.astype(jnp.float32), text.length),
         finish=cut.finish,
     )
 
 
 def decoded(decoder: Decoder, state: State) -> Decoded:
-    """Cuts prompt and padding off."""
+    """Cuts start token, prefix and padding off."""
     steps = jnp.arange(decoder.max_decode_len, dtype=jnp.int32)[None]
-    lengths = state.text.length - state.start
+    lengths = state.text.length - state.text.start
     inside = steps < lengths[:, None]
-    pick = lambda x: jnp.take_along_axis(x, steps + state.start[:, None], axis=1)  # noqa: E731
-    return Decoded(
+    pick = lambda x: jnp.take_along_axis(x, steps + state.text.start[:, None], axis=1)  # noqa: E731
+    log_probs = jnp.where(inside, pick(state.log_probs), 0.0)
+    out = Decoded(
         tokens=jnp.where(inside, pick(state.text.tokens), 0),
         lengths=lengths,
         finish_reason=state.finish,
-        log_probs=jnp.where(inside, pick(state.log_probs), 0.0),
+        log_probs=log_probs,
         stats=state.stats,
+        scores=log_probs.sum(1),
     )
+    return out if decoder.num_decodes is None else several.best_last(out, decoder.num_decodes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jit_start(decoder: Decoder, params: Params, prompt: Prompt, keys: Key[Array, "B"]) -> State:
+def jit_start(
+    decoder: Decoder,
+    params: Params,
+    prompt: Prompt,
+    keys: Key[Array, "B"],
+    stops: stopping.Stops | None = None,
+) -> State:
     """`start`, compiled."""
-    return start(decoder, params, prompt, keys)
+    return start(decoder, params, prompt, keys, stops)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -263,61 +321,3 @@ def jit_decoded(decoder: Decoder, state: State) -> Decoded:
 def row_keys(key: Key[Array, ""], ids: Int[Array, "B"]) -> Key[Array, "B"]:
     """One key per row, from the call's key and the row's number alone."""
     return laws.fold(jnp.broadcast_to(key, ids.shape), ids)
-
-
-def generate(
-    model: Model,
-    params: PyTree,
-    prompt: Prompt,
-    *,
-    drafter: Drafter | None = None,
-    draft_params: PyTree = None,
-    verifier: Verifier | None = None,
-    sampling: Sampling = Sampling(),
-    max_decode_len: int,
-    key: Key[Array, ""] | None = None,
-    row_ids: Int[Array, "B"] | None = None,
-    eos_id: int | None = None,
-) -> Decoded:
-    """Decodes a batch of prompts, speculatively if a drafter is given.
-
-    The output is the target's own: equal tokens when greedy, the same law when sampling, if the
-    verifier is lossless.
-
-    Args:
-      model: the target.
-      params: its parameters.
-      prompt: tokens and lengths.
-      drafter: how to draft; None decodes plainly.
-      draft_params: the drafter's parameters.
-      verifier: acceptance rule; speculative sampling by default.
-      sampling: temperature, top-k, top-p; greedy by default.
-      max_decode_len: tokens to emit at most, EOS included.
-      key: random key (key 0 by default).
-      row_ids: int32 ``[B]``; a row's randomness depends on ``fold(key, row_id)`` and nothing else
-        (0 .. B - 1 by default).
-      eos_id: overrides the model's; -1 for none.
-
-    Returns:
-      `Decoded`.
-
-    Raises:
-      ValueError: sampling values out of range, a negative length, or a verifier that does not fit.
-    """
-    sampling.check()
-    if max_decode_len < 0:
-        raise ValueError(f"max_decode_len must not be negative, got {max_decode_len}")
-    verifier = SpeculativeSampling() if verifier is None else verifier
-    check = getattr(verifier, "check", None)
-    if drafter is not None and check is not None:
-        check(sampling)
-    batch = prompt.tokens.shape[0]
-    decoder = Decoder(
-        model, max_decode_len, drafter, verifier, model.eos_id if eos_id is None else eos_id
-    )
-    ids = jnp.arange(batch, dtype=jnp.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32)
-    keys = row_keys(jax.random.key(0) if key is None else key, ids)
-    both = Params(params, draft_params)
-    state = jit_start(decoder, both, prompt, keys)
-    state = jit_run(decoder, both, state, sampling.rows(batch))
-    return jit_decoded(decoder, state)

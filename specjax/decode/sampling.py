@@ -1,5 +1,7 @@
 """From logits to the distribution that tokens are drawn from, and draws from it.
 
+Logit processors come first, then temperature, top-k and top-p.
+
 Everything is in log space, in at least float32; impossible tokens have log-probability -inf.
 Target and draft go through the same `Sampling`, so q is the distribution drafts are drawn from
 ("standardized sampling", Leviathan et al. 2211.17192, section 2.2).
@@ -14,6 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specjax.decode.processors import History
+
 # At or below this temperature sampling is argmax, as in T5X.
 GREEDY_TEMPERATURE = 1e-4
 
@@ -21,7 +25,7 @@ GREEDY_TEMPERATURE = 1e-4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p (T5X's order).
+    """Logit processors, then temperature, top-k and top-p (T5X's order).
 
     The default is greedy. T5X's ``temperature_sample`` too is greedy by default, by ``topk=1``.
 
@@ -31,13 +35,16 @@ class Sampling:
       top_k: keep the k most likely tokens; 0 keeps all (static).
       top_p: keep the smallest set of most likely tokens with at least this mass; one value or one
         per row (traced); None keeps all and spares the sort.
+      processors: of `specjax.decode.processors`, applied in this order; which ones is static, their
+        numbers are traced. None of them, and the program has no trace of any.
     """
 
     temperature: float | Float[Array, "*B"] = 0.0
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
     top_p: float | Float[Array, "*B"] | None = None
+    processors: tuple = ()
 
-    def check(self) -> None:
+    def check(self, eos_id: int | None = None) -> None:
         """Raises ValueError on values outside their range (on the host, before tracing)."""
         if np.any(np.asarray(self.temperature) < 0) or np.any(np.isnan(self.temperature)):
             raise ValueError(f"temperature must not be negative, got {self.temperature}")
@@ -46,21 +53,28 @@ class Sampling:
         top_p = np.asarray(1.0 if self.top_p is None else self.top_p)
         if not np.all((top_p > 0) & (top_p <= 1)):
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        for processor in self.processors:
+            processor.check(eos_id)
 
     def rows(self, batch: int) -> "Sampling":
         """Arrays with one value per row."""
         spread = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), (batch,))  # noqa: E731
         top_p = None if self.top_p is None else spread(self.top_p)
-        return Sampling(spread(self.temperature), self.top_k, top_p)
+        processors = tuple(processor.rows(batch) for processor in self.processors)
+        return Sampling(spread(self.temperature), self.top_k, top_p, processors)
 
 
-def log_law(logits: Float[Array, "B M V"], sampling: Sampling) -> Float[Array, "B M V"]:
+def log_law(
+    logits: Float[Array, "B M V"], sampling: Sampling, history: History | None = None
+) -> Float[Array, "B M V"]:
     """Log-probabilities of the next token under ``sampling`` (`Sampling.rows` form).
+
+    ``history`` is what was said before each of the M rows; processors need it.
 
     Greedy rows get all mass on the first maximum. A row with a NaN gets no mass at all (greedy) or
     stays NaN, so that it can be reported (`broken`) and is not mistaken for token 0.
     """
-    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
+    logits = processed(logits, sampling, history)
     temperature = sampling.temperature.astype(logits.dtype)[:, None, None]
     greedy = temperature <= GREEDY_TEMPERATURE
     scaled = logits / jnp.where(greedy, 1.0, temperature).astype(logits.dtype)
@@ -73,6 +87,18 @@ def log_law(logits: Float[Array, "B M V"], sampling: Sampling) -> Float[Array, "
     best = (ids == first_max(logits)) & (logits > -jnp.inf)
     one_hot = jnp.where(best, 0.0, -jnp.inf).astype(logits.dtype)
     return jnp.where(greedy, one_hot, log_p)
+
+
+def processed(
+    logits: Float[Array, "B M V"], sampling: Sampling, history: History | None
+) -> Float[Array, "B M V"]:
+    """The logits in float32 at least, after the processors."""
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32))
+    if sampling.processors and history is None:
+        raise ValueError("logit processors need the history of each row")
+    for processor in sampling.processors:
+        logits = processor(logits, history)
+    return logits
 
 
 def first_max(x: Float[Array, "*rows V"]) -> Int[Array, "*rows 1"]:

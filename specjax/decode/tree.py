@@ -52,6 +52,22 @@ def depths(parent: Int[Array, "B N"], depth: int) -> Int[Array, "B M"]:
     return ancestors(parent, depth).sum(-1, dtype=jnp.int32) - 1
 
 
+def paths(tree: TokenTree) -> tuple[Int[Array, "B M P"], Int[Array, "B M"]]:
+    """Drafted tokens on the way from the root to root and nodes, and their depths.
+
+    Behind its depth a path is garbage.
+    """
+    batch, nodes = tree.tokens.shape
+    seen = ancestors(tree.parent, tree.depth)
+    depth = seen.sum(-1, dtype=jnp.int32) - 1
+    if is_chain(tree.parent, tree.depth):  # every node's path is a prefix of the one there is
+        return jnp.broadcast_to(tree.tokens[:, None], (batch, nodes + 1, nodes)), depth
+    levels = jnp.arange(1, tree.depth + 1, dtype=jnp.int32)
+    at = depth[:, 1:, None] == levels[None, None]
+    on = seen[:, :, 1:, None] & at[:, None]
+    return jnp.where(on, tree.tokens[:, None, :, None], 0).sum(2, dtype=jnp.int32), depth
+
+
 def block(tree: TokenTree, root: Int[Array, "B"]) -> Block:
     """Root and nodes as one block; open slots are the block's own tokens."""
     mask = ancestors(tree.parent, tree.depth)

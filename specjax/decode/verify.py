@@ -3,15 +3,18 @@
 ``walk`` is the rule as a pure function of the uniforms: exact tests enumerate it.
 
 References:
-  Leviathan et al. 2023 (2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), algorithm 2.
+  Leviathan et al. 2023 (2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), algorithm 2;
+  Sun et al. 2025 (2403.10444), block verification.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
 
 from specjax.decode import sampling, tree
 from specjax.decode.interfaces import TokenTree, Verdict
@@ -42,11 +45,86 @@ class SpeculativeSampling:
 
     def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
         """Uniforms, walk, and the next token drawn from the residual or bonus law."""
-        nodes = tree_.tokens.shape[1]
-        u = sampling.uniform(sampling.fold(keys, ACCEPT), nodes, log_p.dtype)
-        verdict = self.walk(tree_, log_p, u)
-        u_next = sampling.uniform(sampling.fold(keys, NEXT), 1, log_p.dtype)[:, 0]
-        return verdict._replace(next_token=sampling.draw(verdict.log_next, u_next))
+        return _judge(self, tree_, log_p, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class LenientSampling:
+    """Lossy for lenience below 1: accept with probability min(1, p / (lenience q)).
+
+    The paper's appendix A.5: q is multiplied by the lenience l in (0, 1] before it is compared with
+    p, so that the acceptance rate is sum_x min(p / l, q). Only the comparison is lenient: a refused
+    token is replaced from norm((p - q)+) as in algorithm 1. So no token is emitted with more than
+    p / l. At l = 1 this is `SpeculativeSampling`. One-hot laws leave nothing to be lenient about:
+    greedy rows stay exact (the paper's own criterion for T = 0 looks at laws before that, and is
+    not this one).
+
+    Attributes:
+      lenience: l (static).
+
+    References:
+      Leviathan et al. 2023 (2211.17192), appendix A.5, table 5.
+    """
+
+    lenience: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.lenience <= 1:
+            raise ValueError(f"lenience must lie in (0, 1], got {self.lenience}")
+
+    @property
+    def lossless(self) -> bool:
+        return self.lenience == 1
+
+    def walk(
+        self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
+    ) -> Verdict:
+        """`SpeculativeSampling.walk` with a lenient ratio."""
+        log_accept = jnp.minimum(_log_ratio(tree_, log_p) - math.log(self.lenience), 0.0)
+        take = (u < jnp.exp(log_accept)) & tree_.judged & tree_.valid
+        verdict = _walk_chain(tree_, log_accept, take)
+        return verdict._replace(log_next=_log_next(tree_, log_p, verdict))
+
+    def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
+        return _judge(self, tree_, log_p, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockVerification:
+    """Judges a chain as a whole: lossless, and never fewer accepted tokens in expectation.
+
+    With p_0 = 1 and p_i = min(p_{i-1} Mb(x_i) / Ms(x_i), 1), a trial is made at every node i, with
+    success probability h_i = A_i / (A_i + 1 - p_i), A_i = sum_x (p_i Mb(x) - Ms(x))+ after x_1..x_i,
+    and h_i = p_i at the last node; 0/0 is 0. The longest successful prefix is accepted, whatever
+    failed before. The next token comes from norm((p_i Mb - Ms)+), or from Mb behind the last node.
+
+    ``log_accept`` of a verdict is log h. ``tested`` are the accepted nodes and the one that the next
+    token replaced, as for token verification: so statistics mean the same, though behind them trials
+    were made too. Greedy rows accept what token verification accepts.
+
+    References:
+      Sun et al. 2025 (2403.10444), section 4, algorithm 2 and equations 3-5.
+    """
+
+    lossless = True
+
+    def walk(
+        self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
+    ) -> Verdict:
+        """The rule; ``next_token`` is left at 0."""
+        tree_ = _end_at_broken_laws(tree_, log_p)
+        drawn = tree_.judged & tree_.valid
+        log_weight = _log_weights(jnp.where(drawn, _log_ratio(tree_, log_p), -jnp.inf))
+        log_accept = _log_block_accept(tree_, log_p, log_weight, drawn)
+        index = jnp.arange(u.shape[1], dtype=jnp.int32)[None]
+        taken = jnp.where((u < jnp.exp(log_accept)) & drawn, index + 1, 0).max(1)
+        verdict = _walk_chain(tree_, log_accept, index < taken[:, None])
+        weight = jnp.concatenate([jnp.zeros_like(log_weight[:, :1]), log_weight], axis=1)
+        log_scale = jnp.take_along_axis(weight, verdict.accepted[:, None], axis=1)
+        return verdict._replace(log_next=_log_next(tree_, log_p, verdict, log_scale))
+
+    def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
+        return _judge(self, tree_, log_p, keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +158,54 @@ class GreedyMatch:
         return self.walk(tree_, log_p, jnp.zeros(tree_.tokens.shape, log_p.dtype))
 
 
+def _judge(verifier, tree_: TokenTree, log_p: Array, keys: Key[Array, "B"]) -> Verdict:
+    nodes = tree_.tokens.shape[1]
+    u = sampling.uniform(sampling.fold(keys, ACCEPT), nodes, log_p.dtype)
+    verdict = verifier.walk(tree_, log_p, u)
+    u_next = sampling.uniform(sampling.fold(keys, NEXT), 1, log_p.dtype)[:, 0]
+    return verdict._replace(next_token=sampling.draw(verdict.log_next, u_next))
+
+
+def _end_at_broken_laws(tree_: TokenTree, log_p: Array) -> TokenTree:
+    """Ends a chain before the first node whose p or q is no law.
+
+    Exact, since it depends on no draw from there on; what is no law of the target is then met as
+    the next token's, as in plain decoding.
+    """
+    sound = ~sampling.broken(log_p[:, :-1])
+    if tree_.log_q is not None:
+        nan = jnp.isnan(tree_.log_q).any(-1)
+        nan = jnp.take_along_axis(nan, jnp.clip(tree_.q_row, 0), axis=1) & (tree_.q_row >= 0)
+        sound &= ~nan
+    sound = jnp.cumprod(sound, axis=1, dtype=jnp.int32) > 0
+    return dataclasses.replace(tree_, valid=tree_.valid & sound, judged=tree_.judged & sound)
+
+
+def _log_weights(log_ratio: Float[Array, "B N"]) -> Float[Array, "B N"]:
+    """log p_i = min(log p_{i-1} + log ratio_i, 0)."""
+
+    def step(log_weight, ratio):
+        log_weight = jnp.minimum(log_weight + ratio, 0.0)
+        return log_weight, log_weight
+
+    return lax.scan(step, jnp.zeros_like(log_ratio[:, 0]), log_ratio.T)[1].T
+
+
+def _log_block_accept(
+    tree_: TokenTree, log_p: Array, log_weight: Float[Array, "B N"], drawn: Array
+) -> Float[Array, "B N"]:
+    """log h_i: from the law of what was drawn after node i, or p_i behind the last node drawn."""
+    last = drawn & ~jnp.pad(drawn[:, 1:], ((0, 0), (0, 1)))
+    if drawn.shape[1] == 1:
+        return log_weight
+    log_q = jnp.stack([_log_q(tree_, log_p, i) for i in range(1, drawn.shape[1])], axis=1)
+    excess = log_excess(log_weight[:, :-1, None] + log_p[:, 1:-1], log_q)
+    total = jnp.exp(jax.nn.logsumexp(excess, axis=-1))
+    below = total - jnp.expm1(log_weight[:, :-1])  # A + 1 - p
+    accept = jnp.log(total / jnp.where(below > 0, below, 1.0))
+    return jnp.where(last, log_weight, jnp.pad(accept, ((0, 0), (0, 1))))
+
+
 def _log_ratio(tree_: TokenTree, log_p: Float[Array, "B M V"]) -> Float[Array, "B N"]:
     """log p(token) - log q(token) at each node; -inf where p or q is 0 (never NaN)."""
     ids = tree_.tokens[..., None]
@@ -106,21 +232,31 @@ def _walk_chain(tree_: TokenTree, log_accept: Array, take: Array) -> Verdict:
     return Verdict(path, accepted, jnp.zeros_like(accepted), log_accept, log_accept, tested)
 
 
-def _log_next(tree_: TokenTree, log_p: Array, verdict: Verdict) -> Float[Array, "B V"]:
-    """Law of the next token: the residual after a rejection, else the target's own law."""
+def _log_next(
+    tree_: TokenTree, log_p: Array, verdict: Verdict, log_scale: Float[Array, "B 1"] | None = None
+) -> Float[Array, "B V"]:
+    """Law of the next token: the residual after a rejection, else the target's own law.
+
+    ``log_scale`` multiplies p in the residual (block verification).
+    """
     log_target = _row(log_p, verdict.accepted)
     refused = verdict.tested.sum(1, dtype=jnp.int32) > verdict.accepted
-    node = jnp.minimum(verdict.accepted, tree_.tokens.shape[1] - 1)[:, None]
+    log_q = _log_q(tree_, log_p, jnp.minimum(verdict.accepted, tree_.tokens.shape[1] - 1))
+    scaled = log_target if log_scale is None else log_target + log_scale
+    return jnp.where(refused[:, None], log_residual(scaled, log_q), log_target)
+
+
+def _log_q(tree_: TokenTree, log_p: Array, node: Int[Array, "B"] | int) -> Float[Array, "B V"]:
+    """The law that one node of each row was drawn from; one-hot where it was chosen."""
+    node = jnp.broadcast_to(jnp.asarray(node, jnp.int32), tree_.tokens.shape[:1])[:, None]
     token = jnp.take_along_axis(tree_.tokens, node, axis=1)
     row = jnp.take_along_axis(tree_.q_row, node, axis=1)
-    if tree_.log_q is None:
-        log_q = jnp.full_like(log_target, -jnp.inf)
-    else:
-        log_q = _row(tree_.log_q.astype(log_p.dtype), jnp.clip(row[:, 0], 0))
-    fixed = row < 0
     ids = jnp.arange(log_p.shape[-1], dtype=token.dtype)[None]
-    log_q = jnp.where(fixed, jnp.where(ids == token, 0.0, -jnp.inf), log_q)
-    return jnp.where(refused[:, None], log_residual(log_target, log_q), log_target)
+    chosen = jnp.where(ids == token, 0.0, -jnp.inf).astype(log_p.dtype)
+    if tree_.log_q is None:
+        return chosen
+    log_q = _row(tree_.log_q.astype(log_p.dtype), jnp.clip(row[:, 0], 0))
+    return jnp.where(row < 0, chosen, log_q)
 
 
 def log_residual(log_p: Float[Array, "B V"], log_q: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -129,11 +265,18 @@ def log_residual(log_p: Float[Array, "B V"], log_q: Float[Array, "B V"]) -> Floa
     ``log p + log(1 - q/p)`` by ``expm1`` keeps the digits that ``log(p - q)`` in the probability
     domain loses, and those that ``log1p(-exp(log q - log p))`` loses where p and q almost agree.
     """
-    # Where log_p > log_q their gap is negative, perhaps -inf; elsewhere it may be NaN, and is not used.
-    excess = jnp.where(log_p > log_q, log_p + jnp.log(-jnp.expm1(log_q - log_p)), -jnp.inf)
+    excess = log_excess(log_p, log_q)
     total = jax.nn.logsumexp(excess, axis=-1, keepdims=True)
     some = total > -jnp.inf
     return jnp.where(some, excess - jnp.where(some, total, 0.0), log_p)
+
+
+def log_excess(
+    log_p: Float[Array, "*rows V"], log_q: Float[Array, "*rows V"]
+) -> Float[Array, "*rows V"]:
+    """log (p - q)+; -inf where q is no smaller."""
+    # Where log_p > log_q their gap is negative, perhaps -inf; elsewhere it may be NaN, and is not used.
+    return jnp.where(log_p > log_q, log_p + jnp.log(-jnp.expm1(log_q - log_p)), -jnp.inf)
 
 
 def _row(x: Float[Array, "B M V"], index: Array) -> Float[Array, "B V"]:

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Key
 
+from specjax.decode import processors, tree
 from specjax.decode import sampling as laws
-from specjax.decode import tree
 from specjax.decode.interfaces import Block, Model, Outcome, Params, Prefilled, Text, TokenTree
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import DRAFT
@@ -82,18 +82,20 @@ class SmallModel:
         lag = text.length - state.cache.length
         first = _first_block(text, lag, self.gamma)
         read = self.model.extend(params.draft, state.cache, first, logits_from=1)
-        token, log_q = _sample(read.logits, sampling, u[:, 0])
+        past = processors.recall(sampling.processors, text)
+        token, log_q = _sample(read.logits, sampling, past, u[:, 0])
 
         def step(carry, inputs):
-            open, token = carry
+            open, token, past = carry
             i, u_i = inputs
             block = _next_block(token, lag, i, self.gamma)
             read = self.model.extend(params.draft, state.cache, block, open, i + 2)
-            token, log_q = _sample(read.logits, sampling, u_i)
-            return (read.open, token), (token, log_q)
+            past = processors.remember(past, token)
+            token, log_q = _sample(read.logits, sampling, past, u_i)
+            return (read.open, token, past), (token, log_q)
 
         steps = jnp.arange(self.gamma - 1, dtype=jnp.int32)
-        (open, _), (more, log_qs) = lax.scan(step, (read.open, token), (steps, u[:, 1:].T))
+        (open, *_), (more, log_qs) = lax.scan(step, (read.open, token, past), (steps, u[:, 1:].T))
         tokens = jnp.concatenate([token[:, None], more.T], axis=1)
         log_q = jnp.concatenate([log_q[:, None], log_qs.transpose(1, 0, 2)], axis=1)
         return tree.chain(tokens, jnp.ones_like(tokens, bool), log_q), DraftState(state.cache, open)
@@ -135,6 +137,6 @@ def _next_block(token: Int[Array, "B"], lag: Int[Array, "B"], i: Array, gamma: i
     return Block(token[:, None], (lag + i)[:, None], mask)
 
 
-def _sample(logits: Array, sampling: Sampling, u: Array) -> tuple[Array, Array]:
-    log_q = laws.log_law(logits, sampling)[:, 0]
+def _sample(logits: Array, sampling: Sampling, past: Text | None, u: Array) -> tuple[Array, Array]:
+    log_q = laws.log_law(logits, sampling, processors.history(past))[:, 0]
     return laws.draw(log_q, u.astype(log_q.dtype)), log_q

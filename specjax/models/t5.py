@@ -18,9 +18,9 @@ import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from specjax.decode.interfaces import Block, Extended, Open, Prefilled, Prompt, Text
+from specjax.decode.interfaces import Block, Extended, Open, Prefilled, Prompt
 from specjax.models import cache as caches
-from specjax.models import layers
+from specjax.models import layers, prefix
 from specjax.models.cache import Cache
 
 ACTIVATIONS = {
@@ -125,7 +125,7 @@ class T5:
     # Decoding.
 
     def prefill(self, params: PyTree, prompt: Prompt, slots: int, *, taps=()) -> Prefilled:
-        """Runs the encoder and prepares cross-attention; the text is the start token alone."""
+        """Runs the encoder and prepares cross-attention; the text is start token and prefix."""
         del taps  # the first round has no decoder state yet
         config, batch = self.config, prompt.tokens.shape[0]
         mask = jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)[None] < prompt.length[:, None]
@@ -134,7 +134,7 @@ class T5:
         shape = (batch, config.num_heads, slots, config.head_dim)
         kv = caches.empty_kv(config.num_decoder_layers, shape, config.dtype)
         cache = Cache(kv, jnp.zeros(batch, jnp.int32), cross, mask)
-        text = Text(jnp.full((batch, slots), self.start_id, jnp.int32), jnp.ones(batch, jnp.int32))
+        cache, text = prefix.force(self, params, cache, prompt, slots, self.start_id)
         return Prefilled(cache, text, {}, prompt)
 
     def open(self, batch: int, width: int) -> Open:

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from rich import progress
 
 from specjax.checkpoints import int8
-from specjax.decode import loop, stopping
+from specjax.decode import api, stopping
 from specjax.decode.interfaces import Model, Prompt
 from specjax.decode.sampling import Sampling
 from specjax.training import loop as training
@@ -116,7 +116,7 @@ def _decode(model, params, pairs, batches, temperature, batch_size, key) -> Toke
         for row, member in enumerate(members):
             source = pairs.inputs[member]
             tokens[row, : len(source)], counts[row] = source, len(source)
-        out = loop.generate(
+        out = api.generate(
             model,
             params,
             Prompt(jnp.asarray(tokens), jnp.asarray(counts)),

@@ -120,6 +120,23 @@ def outcomes(verifier, tree_, log_p):
         yield got, weight, np.exp(np.asarray(verdict.log_next))
 
 
+def block_outcomes(verifier, tree_, log_p):
+    """`outcomes` for a rule that accepts up to the last of its independent successes."""
+    nodes = tree_.tokens.shape[1]
+    just_under_one = np.nextafter(1.0, 0.0)
+    for accepted in range(nodes + 1):
+        u = np.where(np.arange(nodes) == accepted - 1, 0.0, just_under_one)
+        u = jnp.broadcast_to(jnp.asarray(u), tree_.tokens.shape)
+        verdict = _walk(verifier, tree_, log_p, u)
+        accept = np.exp(np.asarray(verdict.log_accept)) * np.asarray(tree_.judged & tree_.valid)
+        weight = (1 - accept[:, accepted:]).prod(1)
+        weight = weight * accept[:, accepted - 1] if accepted else weight
+        weight = np.where(weight < 1e-15, 0.0, weight)
+        got = np.asarray(verdict.accepted)
+        assert ((got == accepted) | (weight == 0)).all(), "walk disagrees with its log_accept"
+        yield got, weight, np.exp(np.asarray(verdict.log_next))
+
+
 def one_token_law(verifier, p, q, draft=None):
     """(law of the first emitted token, probability of acceptance) for one draft from q.
 
@@ -182,7 +199,9 @@ class SequenceLaw:
         chain = tree.chain(tokens, jnp.ones_like(tokens, bool), log_q)
         chain = tree.limit(chain, jnp.full(len(rows), left, jnp.int32))
         out = {}
-        for accepted, weight, law in outcomes(self.verifier, chain, log_p):
+        joint = isinstance(self.verifier, rules.BlockVerification)
+        judge = block_outcomes if joint else outcomes
+        for accepted, weight, law in judge(self.verifier, chain, log_p):
             for r in np.flatnonzero(chance * weight):
                 self._branch(out, text, rows[r, : accepted[r]], chance[r] * weight[r], law[r], left)
         return out
