@@ -8,7 +8,7 @@ output depends neither on the rows it shared a batch with nor on where the work 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from specjax.decode import loop, stopping
 from specjax.decode.interfaces import Params, Prompt
 from specjax.decode.loop import Decoded, Decoder, State
 from specjax.decode.sampling import Sampling
+from specjax.decode.stopping import Stops
 
 # In `_Rows`: a row without a prompt.
 IDLE = -1
@@ -71,6 +72,7 @@ class Refill:
         requests: Iterable[Request],
         sampling: Sampling,
         key: Key[Array, ""],
+        stop: Stops | Sequence[Sequence[int]] = (),
     ) -> Iterator[tuple[int, Decoded]]:
         """Decodes a queue of prompts.
 
@@ -79,6 +81,7 @@ class Refill:
           requests: read as rows become free.
           sampling: one law for all prompts.
           key: a prompt's key is this one, folded with its number.
+          stop: token sequences that end a text.
 
         Yields:
           (number, its output: one row, without the batch axis), in the order they end.
@@ -86,11 +89,12 @@ class Refill:
         Raises:
           ValueError: a prompt is empty or too long, or sampling values out of range.
         """
-        sampling.check()
+        sampling.check(self.decoder.eos_id)
         law, waiting = sampling.rows(self.batch_size), iter(requests)
         numbers, state = np.full(self.batch_size, IDLE), None
+        begin = functools.partial(self._insert, params, key, stopping.stops(stop))
         while True:
-            state, more = self._fill(params, state, waiting, numbers, key)
+            state, more = self._fill(begin, state, waiting, numbers)
             busy = int((numbers != IDLE).sum())
             if not busy:
                 return
@@ -99,21 +103,21 @@ class Refill:
             state = run_until(self.decoder, params, state, law, ended)
             yield from self._take(state, numbers)
 
-    def _fill(self, params, state, waiting, numbers, key) -> tuple[State | None, bool]:
+    def _fill(self, begin, state, waiting, numbers) -> tuple[State | None, bool]:
         """Reads prompts while a whole group of rows is free; whether more prompts may wait."""
         while (free := np.flatnonzero(numbers == IDLE)).size >= self.rows_at_once:
             requests = list(itertools.islice(waiting, self.rows_at_once))
             if requests:
                 rows = free[: len(requests)]
                 numbers[rows] = [request.number for request in requests]
-                state = self._insert(params, state, requests, rows, key)
+                state = begin(state, requests, rows)
             if len(requests) < self.rows_at_once:
                 return state, False
         return state, True
 
-    def _insert(self, params, state, requests: list[Request], rows, key) -> State:
+    def _insert(self, params, key, stops, state, requests: list[Request], rows) -> State:
         prompt, ids = self._pad(requests)
-        fresh = loop.jit_start(self.decoder, params, prompt, loop.row_keys(key, ids))
+        fresh = loop.jit_start(self.decoder, params, prompt, loop.row_keys(key, ids), stops)
         if state is None:
             state = spread(fresh, self.batch_size)
         # Rows past the batch are dropped: that is where the copies that fill up a group go.
@@ -157,11 +161,14 @@ def run_until(
 def spread(group: State, batch_size: int) -> State:
     """A batch of ended rows: copies of the group's, so that nothing in them is out of range."""
     rows = jnp.arange(batch_size, dtype=jnp.int32) % group.finish.shape[0]
-    state = jax.tree.map(lambda x: x[rows], group)
-    return state._replace(finish=jnp.full(batch_size, stopping.LENGTH, jnp.int32))
+    state = jax.tree.map(lambda x: x[rows], group._replace(stops=None))
+    ended = jnp.full(batch_size, stopping.LENGTH, jnp.int32)
+    return state._replace(finish=ended, stops=group.stops)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert(state: State, fresh: State, rows: Int[Array, "R"]) -> State:
     """Puts the rows of ``fresh`` into ``state``; a row number past the batch is dropped."""
-    return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), state, fresh)
+    old, new = (s._replace(stops=None) for s in (state, fresh))  # the one part that has no rows
+    joined = jax.tree.map(lambda a, b: a.at[rows].set(b, mode="drop"), old, new)
+    return joined._replace(stops=state.stops)

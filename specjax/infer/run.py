@@ -86,6 +86,7 @@ def infer(
     draft: Checkpoint | None = None,
     verifier: Verifier = SpeculativeSampling(),
     sampling: Sampling = Sampling(),
+    stop: Sequence[Sequence[int]] = (),
     settings: Settings = Settings(),
 ) -> epath.Path:
     """Decodes a source into ``<task>-predict.jsonl-SSSSS-of-NNNNN``, in input order.
@@ -99,7 +100,8 @@ def infer(
       drafter: how to draft; None decodes plainly.
       draft: the drafter's weights.
       verifier: acceptance rule.
-      sampling: temperature, top-k, top-p.
+      sampling: logit processors, temperature, top-k, top-p.
+      stop: sequences of ids that end a text, besides EOS.
       settings: sizes.
 
     Returns:
@@ -110,19 +112,21 @@ def infer(
         run.
     """
     sampling.check()
+    getattr(verifier, "check", lambda _: None)(sampling)
     loaded = system.load(target, drafter, draft)
     examples = _examples(source, loaded, settings)
     where = Outputs(
         output_dir, source.name, len(examples), settings.shard, settings.num_shards,
         settings.part_size,
     )  # fmt: skip
-    what = _describe(source, loaded, examples, verifier, sampling, settings)
+    how = {"verifier": verifier, "sampling": sampling, "stop": stop}
+    what = _describe(source, loaded, examples, how, settings)
     outputs.claim(output_dir, what)
     config.save(output_dir)
     missing = where.missing()
     if missing:
         began, counts = time.perf_counter(), []
-        decoded = _decode(loaded, [examples[i] for i in missing], verifier, sampling, settings)
+        decoded = _decode(loaded, [examples[i] for i in missing], how, settings)
         where.collect(_lines(loaded, examples, decoded, settings, counts))
         _report(where, counts, time.perf_counter() - began)
     return where.join()
@@ -167,7 +171,7 @@ def _examples(source: Source, loaded: System, settings: Settings) -> list[Exampl
     return fitting[settings.shard :: settings.num_shards]
 
 
-def _describe(source, loaded, examples, verifier, sampling, settings: Settings) -> dict:
+def _describe(source, loaded, examples, how: dict, settings: Settings) -> dict:
     """What makes two runs the same. Batch sizes are left out: outputs do not depend on them."""
     digest = hashlib.sha256()
     for example in examples:
@@ -180,23 +184,23 @@ def _describe(source, loaded, examples, verifier, sampling, settings: Settings) 
         "target": system.fingerprint(loaded.params.target),
         "draft": system.fingerprint(loaded.params.draft),
         "drafter": repr(loaded.drafter),
-        "verifier": repr(verifier),
-        "sampling": repr(sampling),
+        **{name: repr(value) for name, value in how.items()},
     }
 
 
 def _decode(
-    loaded: System, examples: Sequence[Example], verifier, sampling, settings: Settings
+    loaded: System, examples: Sequence[Example], how: dict, settings: Settings
 ) -> Iterator[tuple[int, Decoded]]:
     """(example's number, its output), as rows end."""
     model = loaded.target
-    decoder = Decoder(model, settings.max_decode_len, loaded.drafter, verifier, model.eos_id)
+    drafter, verifier = loaded.drafter, how["verifier"]
+    decoder = Decoder(model, settings.max_decode_len, drafter, verifier, model.eos_id)
     rows = min(settings.batch_size, len(examples))
     engine = Refill(decoder, rows, settings.input_length, min(settings.group, rows))
     requests = [Request(e.number, e.inputs) for e in examples]
     key = jax.random.key(settings.seed)
     with jax.default_matmul_precision("highest"):  # TF32 would change tokens
-        found = engine(loaded.params, requests, sampling, key)
+        found = engine(loaded.params, requests, how["sampling"], key, how["stop"])
         yield from progress.track(found, total=len(requests), description="decoding")
 
 

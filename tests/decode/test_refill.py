@@ -85,6 +85,18 @@ def test_rows_are_refilled_before_the_batch_has_ended():
     assert order.index(0) > 3
 
 
+def test_stop_sequences_end_rows_of_a_queue():
+    """The sequence is the same for all rows, whichever rows are refilled."""
+    scripts = toys.scripts(*[[5 + i, 20, 21, 22, toys.EOS] for i in range(5)])
+    engine = Refill(Decoder(toys.Script(), 8), 2, 1, 1)
+    requests = [Request(i, np.asarray([i], np.int32)) for i in range(5)]
+    found = dict(
+        engine(Params(scripts, None), requests, Sampling(), jax.random.key(0), [[20, 21], [9, 20]])
+    )
+    texts = {n: out.tokens[: out.lengths].tolist() for n, out in found.items()}
+    assert texts == {i: [5 + i, 20] if i == 4 else [5 + i, 20, 21] for i in range(5)}
+
+
 def test_an_empty_queue_yields_nothing():
     assert run(batches(3, 4), 2, Sampling(), []) == {}
 
