@@ -1,4 +1,4 @@
-"""What users call: `generate` returns whole outputs, `stream` yields tokens as they are committed."""
+"""What users call: `generate` returns whole outputs, `stream` yields tokens round by round."""
 
 import functools
 from collections.abc import Iterator, Sequence

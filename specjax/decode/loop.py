@@ -44,9 +44,9 @@ class Decoded(NamedTuple):
       tokens: int32 ``[B, max_decode_len]``, pad (0) from ``lengths`` on; no start token.
       lengths: int32 ``[B]``, EOS included.
       finish_reason: int32 ``[B]``, a code of `specjax.decode.stopping`.
-      log_probs: ``[B, max_decode_len]`` of the tokens under the sampling law (so 0 where greedy), or
-        with ``rescale_log_probs`` False under the softmax of the processed logits, whatever the
-        temperature and filters; 0 behind the end. Both are T5X's.
+      log_probs: ``[B, max_decode_len]`` of the tokens under the sampling law (so 0 where greedy),
+        or with ``rescale_log_probs`` False under the softmax of the processed logits, whatever
+        temperature and filters are; 0 behind the end. Both are T5X's.
       stats: counts per row.
       scores: ``[B]``: the sum of ``log_probs``; EOS counts, a forced prefix does not.
     """

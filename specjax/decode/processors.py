@@ -2,12 +2,12 @@
 
 A processor maps logits to logits given the history of each row of a block: the committed text and,
 below it, the drafted path down to the row's own node. Target and draft are processed alike, before
-temperature, so both laws at a node are the ones plain decoding would have there; without the path,
+temperature, so both laws at a node are the ones plain decoding would have there. Without the path,
 a block would be judged by laws that plain decoding never sees.
 
 References:
   Keskar et al. 2019 (1909.05858), section 4.1 (repetition penalty); Paulus et al. 2017 (1705.04304),
-  section 2.5 (no repeated n-gram).
+  "repetition avoidance at test time" (no repeated n-gram).
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def history(past: Text | None, nodes: TokenTree | None = None) -> History | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RepetitionPenalty:
-    """Divides positive logits of tokens already in the text by ``penalty``, multiplies negative ones.
+    """Divides positive logits of tokens in the text by ``penalty``, multiplies negative ones.
 
     transformers' form of CTRL's penalty: the sign decides, how often a token occurs does not. The
     text is the decoder's: an encoder's input and the start token count for nothing.

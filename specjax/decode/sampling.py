@@ -44,6 +44,10 @@ class Sampling:
     top_p: float | Float[Array, "*B"] | None = None
     processors: tuple = ()
 
+    def __post_init__(self):
+        if isinstance(self.processors, list):  # gin has lists only
+            object.__setattr__(self, "processors", tuple(self.processors))
+
     def check(self, eos_id: int | None = None) -> None:
         """Raises ValueError on values outside their range (on the host, before tracing)."""
         if np.any(np.asarray(self.temperature) < 0) or np.any(np.isnan(self.temperature)):

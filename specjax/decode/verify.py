@@ -57,7 +57,7 @@ class LenientSampling:
     token is replaced from norm((p - q)+) as in algorithm 1. So no token is emitted with more than
     p / l. At l = 1 this is `SpeculativeSampling`. One-hot laws leave nothing to be lenient about:
     greedy rows stay exact (the paper's own criterion for T = 0 looks at laws before that, and is
-    not this one).
+    not this one). `Stats.overlap` stays the strict sum_x min(p, q).
 
     Attributes:
       lenience: l (static).
@@ -94,16 +94,17 @@ class BlockVerification:
     """Judges a chain as a whole: lossless, and never fewer accepted tokens in expectation.
 
     With p_0 = 1 and p_i = min(p_{i-1} Mb(x_i) / Ms(x_i), 1), a trial is made at every node i, with
-    success probability h_i = A_i / (A_i + 1 - p_i), A_i = sum_x (p_i Mb(x) - Ms(x))+ after x_1..x_i,
-    and h_i = p_i at the last node; 0/0 is 0. The longest successful prefix is accepted, whatever
-    failed before. The next token comes from norm((p_i Mb - Ms)+), or from Mb behind the last node.
+    success probability h_i = A_i / (A_i + 1 - p_i), A_i = sum_x (p_i Mb(x) - Ms(x))+ after
+    x_1..x_i, and h_i = p_i at the last node; 0/0 is 0. The longest successful prefix is accepted,
+    whatever failed before. The next token comes from norm((p_i Mb - Ms)+), or from Mb behind the
+    last node.
 
-    ``log_accept`` of a verdict is log h. ``tested`` are the accepted nodes and the one that the next
-    token replaced, as for token verification: so statistics mean the same, though behind them trials
-    were made too. Greedy rows accept what token verification accepts.
+    ``log_accept`` of a verdict is log h. ``tested`` are the accepted nodes and the one that the
+    next token replaced, as for token verification: so statistics mean the same, though behind them
+    trials were made too. Greedy rows accept what token verification accepts.
 
     References:
-      Sun et al. 2025 (2403.10444), section 4, algorithm 2 and equations 3-5.
+      Sun et al. 2025 (2403.10444), the algorithm called block verification there.
     """
 
     lossless = True

@@ -23,8 +23,8 @@ from specjax.decode.verify import DRAFT
 class Ngram:
     """A chain of ``gamma`` tokens from a table of log-probabilities, which is ``params.draft``.
 
-    The table is float32 ``[V]`` (order 1) or ``[V, V]`` (order 2, a row per last token): 256 MB at a
-    vocabulary of 8 thousand, 4 GB at 32 thousand. `unigram_table` and `bigram_table` count it.
+    The table is float32 ``[V]`` (order 1) or ``[V, V]`` (order 2, a row per last token): 256 MB at
+    a vocabulary of 8 thousand, 4 GB at 32 thousand. `unigram_table` and `bigram_table` count it.
 
     Attributes:
       order: 1 looks at nothing, 2 at the newest token.

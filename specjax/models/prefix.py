@@ -1,4 +1,4 @@
-"""A forced decoder prefix: text that an encoder-decoder begins with, read before the first round."""
+"""A forced decoder prefix: what an encoder-decoder's text begins with, read ahead of all rounds."""
 
 from typing import Any
 

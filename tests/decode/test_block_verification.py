@@ -83,7 +83,7 @@ def by_formula(p, q, gamma):
 
 @x64
 def test_it_never_accepts_less_than_token_verification():
-    """2403.10444, theorem 2: on random tables, strictly more on most of them."""
+    """2403.10444: on random tables, strictly more on most of them."""
     gains = []
     for seed in range(20):
         p, q = (log(np.exp(x) / np.exp(x).sum(1, keepdims=True)) for x in toys.table_pair(seed))
@@ -98,7 +98,7 @@ def test_it_never_accepts_less_than_token_verification():
 
 @x64
 def test_the_paper_s_example():
-    """Section 2: Mb = (1/3, 2/3), Ms = (2/3, 1/3), two drafts: 10/9, 11/9; at most 12/9."""
+    """2403.10444: Mb = (1/3, 2/3), Ms = (2/3, 1/3), two drafts: 10/9, 11/9; at most 12/9."""
     p, q = log([[1 / 3, 2 / 3]] * 2), log([[2 / 3, 1 / 3]] * 2)
     assert expected_accepted(PRODUCTION, p, q, 2, outcomes) == pytest.approx(10 / 9)
     assert expected_accepted(BLOCK, p, q, 2, block_outcomes) == pytest.approx(11 / 9)
@@ -123,7 +123,7 @@ def test_a_later_success_outweighs_earlier_failures():
 
 
 def test_broken_laws_end_the_chain_before_them():
-    """B14: NaN in q costs acceptance behind it and nothing else; NaN in p is met as in plain decoding."""
+    """B14: NaN in q costs acceptance behind it; NaN in p is met as in plain decoding."""
     p, q = (jnp.log(jnp.asarray(x, jnp.float32)) for x in TWO_ATOMS)
     tokens, zero = jnp.asarray([[0, 0]], jnp.int32), jnp.zeros((1, 2))
     log_q = jnp.stack([q, jnp.full(3, jnp.nan)])[None]
@@ -148,7 +148,7 @@ def test_greedy_decoding_through_the_loop():
 
 
 def test_sampling_through_the_loop_accepts_more():
-    """Through `generate`: a noisy draft at temperature 1; a draft that is the target is accepted whole."""
+    """A noisy draft at temperature 1; a draft that is the target is accepted whole."""
     (params, draft), prompt = toys.pair_of(0), toys.ask(0)
     one = Sampling(1.0)
     accepted = {}

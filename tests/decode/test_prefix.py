@@ -78,7 +78,7 @@ def test_an_eos_in_the_prefix_ends_nothing():
 
 
 def test_a_prefix_is_history_but_not_emitted():
-    """Processors: a penalty sees the prefix; a minimum length and stop sequences do not count it."""
+    """A penalty sees the prefix; a minimum length and stop sequences do not count it."""
     model, params = toys.Table(4), {"logits": jnp.asarray([[2.0, 1.5, 1.2, 0.0]] * 4)}
     prompt = forced(toys.prompt([0]), [1], [[0]])
     common = dict(max_decode_len=3, eos_id=1)

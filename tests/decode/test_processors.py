@@ -305,7 +305,10 @@ def test_without_processors_the_program_has_no_trace_of_them(monkeypatch):
 def test_values_cost_no_compile():
     """Must-show 5: penalties and minimum lengths are traced, and may differ per row."""
     words = [[*range(5, 20)]] * 3
-    decode = lambda *chosen: toys.play(words, words, sampling=Sampling(1.0, processors=chosen))  # noqa: E731
+
+    def decode(*chosen):
+        toys.play(words, words, sampling=Sampling(1.0, processors=chosen))
+
     decode(RepetitionPenalty(1.5), MinLength(2))
     before = loop.jit_run._cache_size()
     decode(RepetitionPenalty(jnp.asarray([1.0, 3.0, 2.0])), MinLength(jnp.asarray([0, 1, 2])))

@@ -60,7 +60,7 @@ def test_a_block_is_cut_where_a_sequence_is_complete(before, block, sequences, e
 
 
 def test_limit_count_and_prefix():
-    """A5, A7: the limit may come before, or just with, the last token; what is not meant is not seen."""
+    """A5, A7: the limit may come first, or with the last token; what is not meant is not seen."""
     assert cut_row([], [4, 12, 13, 5], [[12, 13]], remaining=2) == (2, LENGTH)
     assert cut_row([], [4, 12, 13, 5], [[12, 13]], remaining=3) == (3, STOP)
     assert cut_row([], [4, 12, 13, 5], [[12, 13]], count=2) == (2, LIVE)

@@ -156,7 +156,7 @@ def test_alpha_is_the_mean_overlap_on_given_texts(draft_of):
 
 
 def test_alpha_of_a_t5_behind_a_prefix_and_processors():
-    """I1: in-block history there too; the target itself has alpha 1; the rate of a decode is near."""
+    """I1: in-block history there too; the target itself has alpha 1; a decode's rate is near."""
     (params, draft), prompt = toys.pair_of(2), toys.ask(2)
     words = jnp.asarray([[5, 6]] * 4, jnp.int32)
     prompt = prompt._replace(prefix=Prompt(words, jnp.asarray([0, 1, 2, 2], jnp.int32)))
