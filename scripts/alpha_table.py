@@ -32,18 +32,9 @@ PAPER = {"debian_ende": "T5-XXL 11B EnDe", "debian_synopsis": "T5-XXL 11B CNNDM"
 DRAFTS = {"unigram": "Unigram", "bigram": "Bigram", "draft": "T5-small 77M"}
 
 
-def padded(targets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Texts as rows of one array, and their lengths."""
-    lengths = np.asarray([len(t) for t in targets])
-    rows = np.zeros((len(targets), lengths.max()), np.int32)
-    for row, target in zip(rows, targets, strict=True):
-        row[: len(target)] = target
-    return rows, lengths
-
-
 def drafts(pair: assets.Pair, path: pathlib.Path) -> dict[str, tuple]:
     """(draft, its parameters or table) by name."""
-    rows, lengths = padded(batches.load_pairs(path).targets)
+    rows, lengths = batches.padded(batches.load_pairs(path).targets)
     size = pair.target.vocab_size
     return {
         "unigram": (Ngram(order=1), jnp.asarray(unigram_table(rows, lengths, size))),

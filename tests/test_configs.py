@@ -73,6 +73,17 @@ def test_methods_add_a_drafter_to_a_run():
     assert "draft/system.Checkpoint" in gin.config_str()
 
 
+def test_an_ngram_and_a_verifier_are_methods_too():
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    more = ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "COUNTS_PATH='y'", "VOCAB_SIZE=9"]
+    names = [
+        f"configs/{n}.gin" for n in ("runs/infer", "methods/ngram", "methods/block_verification")
+    ]
+    config.parse(names, [*bindings, *more])
+    assert "verify.BlockVerification()" in gin.config_str()
+    assert "system.Counts()" in gin.config_str()
+
+
 def test_table_2_compares_three_drafts_on_the_paper_s_task():
     name = "papers/leviathan2022_table2_cnndm.gin"
     config.parse([f"configs/{name}"], [f"{m}='x'" for m in REQUIRED[name].split()])

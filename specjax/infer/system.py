@@ -14,7 +14,9 @@ from jaxtyping import PyTree
 from specjax import checkpoints
 from specjax.data import vocabulary as vocabularies
 from specjax.decode.interfaces import Drafter, Params
+from specjax.drafters import ngram
 from specjax.models.t5 import T5
+from specjax.training import batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,29 @@ class Checkpoint:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """A table counted on token arrays, for `specjax.drafters.ngram.Ngram`.
+
+    Attributes:
+      path: ``.npz`` of token arrays, whose targets are counted.
+      order: 1 for unigrams, 2 for bigrams.
+      vocab_size: of the target.
+    """
+
+    path: str
+    order: int
+    vocab_size: int
+
+    def load(self) -> tuple[None, PyTree]:
+        """No model, and the table."""
+        count = {1: ngram.unigram_table, 2: ngram.bigram_table}.get(self.order)
+        if count is None:
+            raise ValueError(f"the order must be 1 or 2, got {self.order}")
+        rows, lengths = batches.padded(batches.load_pairs(self.path).targets)
+        return None, jnp.asarray(count(rows, lengths, self.vocab_size))
+
+
 class System(NamedTuple):
     """Everything that decodes.
 
@@ -81,14 +106,14 @@ class System(NamedTuple):
 def load(
     target: Checkpoint,
     drafter: Callable[..., Drafter] | None = None,
-    draft: Checkpoint | None = None,
+    draft: Checkpoint | Counts | None = None,
 ) -> System:
     """Loads a target and, where a drafter is named, its draft.
 
     Args:
       target: its weights.
-      drafter: makes the drafter; called with ``model=`` the draft if there is one.
-      draft: the draft's weights, for drafters that have any.
+      drafter: makes the drafter; called with ``model=`` the draft if that is a model.
+      draft: the draft's weights or table, for drafters that have any.
 
     Raises:
       ValueError: a checkpoint is missing or does not fit, no vocabulary was found, or target and
@@ -109,6 +134,8 @@ def load(
         made = None if drafter is None else drafter()
         return System(model, made, Params(weights, None), vocabulary)
     small, draft_weights = draft.load()
+    if small is None:
+        return System(model, drafter(), Params(weights, draft_weights), vocabulary)
     check_same_pieces(vocabulary, model, small, draft)
     return System(model, drafter(model=small), Params(weights, draft_weights), vocabulary)
 

@@ -67,6 +67,15 @@ def save_pairs(path: str, pairs: TokenPairs) -> None:
     np.savez_compressed(path, **arrays)
 
 
+def padded(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences as int32 rows ``[N, longest]`` padded with 0, and their lengths ``[N]``."""
+    lengths = np.asarray([len(x) for x in sequences], np.int32)
+    rows = np.zeros((len(sequences), int(lengths.max(initial=0))), np.int32)
+    for row, x in zip(rows, sequences, strict=True):
+        row[: len(x)] = x
+    return rows, lengths
+
+
 @dataclasses.dataclass(frozen=True)
 class Seq2SeqBatches:
     """Padded batches of input/target pairs, grouped by length.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import Prompt, Sampling, config, generate
+from specjax import Prompt, Sampling, generate
 from specjax.bench.alpha import alpha
 from specjax.decode import loop, stopping
 from specjax.decode.interfaces import Drafter, Params
@@ -114,12 +114,6 @@ def test_values_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="order 2"):
         proposed(Ngram(2), np.zeros(8), Sampling())
     assert isinstance(Ngram(), Drafter)
-
-
-def test_the_gin_file_makes_one():
-    """Launch files: configs/drafters/bigram.gin."""
-    config.parse(["configs/drafters/bigram.gin"])
-    assert config.macro("DRAFTER") == Ngram(order=2, gamma=3, sampled=True)
 
 
 # alpha.

@@ -1,5 +1,6 @@
 """`infer` and `eval` end to end on a tiny model: order, resuming, refusals."""
 
+import functools
 import json
 import os
 import random
@@ -16,11 +17,13 @@ from specjax import Prompt, Sampling, assets, generate
 from specjax.checkpoints import int8
 from specjax.data.sources import TextFile
 from specjax.data.vocabulary import Vocabulary
+from specjax.drafters.ngram import Ngram
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import run, system
 from specjax.infer.run import Settings
 from specjax.infer.system import Checkpoint
 from specjax.models.t5 import T5, T5Config
+from specjax.training.batches import TokenPairs, save_pairs
 
 LENGTHS = {"inputs": 24, "targets": 12}
 TEXTS = [
@@ -178,6 +181,24 @@ def test_a_draft_of_other_pieces_is_refused(folder, tmp_path):
     object.__setattr__(same, "vocabulary", lambda: vocabulary)
     with pytest.raises(ValueError, match="not the target's: id 3 is 'else'"):
         system.load(target, SmallModel, same)
+
+
+def test_an_ngram_drafts_without_changing_the_text(folder, tmp_path):
+    """A table counted on token arrays, as configs/methods/ngram.gin makes it."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(2, 8000, size=n).astype(np.int32) for n in (3, 5, 4)]
+    save_pairs(tmp_path / "counted.npz", TokenPairs(texts, texts))
+    plain = read(infer(folder, tmp_path / "plain", drafter=None))
+    draft = system.Counts(str(tmp_path / "counted.npz"), 1, 8000)
+    out = run.infer(
+        TextFile(str(folder / "in.txt")), Checkpoint(str(folder / "target.safetensors")),
+        str(tmp_path / "ngram"), functools.partial(Ngram, 1), draft,
+        settings=Settings(task_feature_lengths=LENGTHS, batch_size=4),
+    )  # fmt: skip
+    assert [line["prediction"] for line in read(out)] == [line["prediction"] for line in plain]
+    assert sum(line["aux"]["drafted"] for line in read(out)) > 0
+    with pytest.raises(ValueError, match="the order must be 1 or 2, got 3"):
+        system.Counts(str(tmp_path / "counted.npz"), 3, 8000).load()
 
 
 def test_a_missing_checkpoint_or_vocabulary_is_one_line(folder, tmp_path):
