@@ -63,7 +63,8 @@ def main(argv: list[str]) -> None:
     except (ValueError, OSError) as error:
         if flags.FLAGS.traceback:
             raise
-        print(f"specjax: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error).split("\n  In call to configurable")[0]  # gin's own addition
+        print(f"specjax: {' '.join(text.split())}", file=sys.stderr)
         print("specjax: --traceback shows where", file=sys.stderr)
         sys.exit(2)
 
