@@ -103,25 +103,24 @@ def show(name: str, found: dict, probes: dict[str, float], args) -> None:
     console.print(table)
 
 
-def show_required(model: T5, draft: T5, steps: dict, args) -> None:
+def show_required(model: T5, draft: T5, args) -> None:
     """The α that each speed-up (without prefill) needs, by Theorem 3.8 with v, from c and v here."""
     weights = [jax.jit(m.init)(jax.random.key(i)) for i, m in enumerate((model, draft))]
     if args.layout == "tiled":
         weights = [m.tile(w) for m, w in zip((model, draft), weights, strict=True)]
-    runner, params = (
-        harness.Runner(model, args.cached),
-        Params(weights[0], {"small model": weights[1]}),
-    )
+    params = Params(weights[0], {"small model": weights[1]})
     tokens = jnp.ones((args.batch, args.input_length), jnp.int32)
     prompt = Prompt(tokens, jnp.full(args.batch, args.input_length, jnp.int32))
-    for gamma in (count - 1 for count in steps if count > 1):
-        method = harness.Method("small model", gamma, SmallModel(draft, gamma))
-        drafting = harness.draft_seconds(runner, method, params, prompt)
-        c = drafting / gamma / steps[1].median
-        v = (steps[gamma + 1] / steps[1]).median
-        needed = {w: theory.required_alpha(w, c, gamma, v) for w in WANTED}
+    methods = [harness.Method("plain")]
+    methods += [
+        harness.Method("small model", n - 1, SmallModel(draft, n - 1)) for n in args.blocks if n > 1
+    ]
+    costs = harness.Costs.measure(harness.Runner(model, args.cached), methods, params, prompt)
+    for method, cost in costs.items():
+        c, v = cost.c(method.gamma), cost.v
+        needed = {w: theory.required_alpha(w, c, method.gamma, v) for w in WANTED}
         shown = ", ".join(f"{w}x {'–' if a is None else f'{a:.2f}'}" for w, a in needed.items())
-        print(f"gamma {gamma}: c {c:.3f}, v {v:.2f}; alpha needed for {shown}")
+        print(f"gamma {method.gamma}: c {c:.3f}, v {v:.2f}; alpha needed for {shown}")
 
 
 def main() -> None:
@@ -147,7 +146,7 @@ def main() -> None:
     found = measure(model, args)
     show(args.model, found, probes, args)
     if args.draft:
-        show_required(model, load_model(args.draft, "DRAFT"), found["steps"], args)
+        show_required(model, load_model(args.draft, "DRAFT"), args)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from specjax.bench.free_draft import FreeDraft
 from specjax.data import samples
 from specjax.data.sources import Example, Heldout, Source
 from specjax.data.vocabulary import Vocabulary
-from specjax.decode import loop, stats, stopping, tree
+from specjax.decode import loop, stats, stopping
 from specjax.decode.interfaces import Block, Drafter, Model, Params, Prompt
 from specjax.decode.loop import Decoder
-from specjax.decode.sampling import Sampling, first_max
+from specjax.decode.sampling import Sampling
 
 # Two tokens are a near-tie when the plain program's logits differ by no more than this, relative to
 # the largest logit (or 1).
@@ -243,86 +243,71 @@ def warm_up(runner: Runner, methods: list[Method], params: Params, workload: Wor
     return seconds
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _target_steps(
-    model: Model, gamma: int, drafter: Drafter | None, params, state, sampling, count
-):
-    """Target blocks of gamma + 1 tokens, each after a proposal where a drafter is given.
-
-    Every step depends on all of the one before, so that nothing is left out or moved.
-    """
-    free = FreeDraft(gamma, model.vocab_size)
-
-    def one(_, carry):
-        text, total = carry
-        root, last = loop.newest(text), jnp.zeros((), jnp.float32)
-        if drafter is not None:
-            drafted, _ = drafter.propose(params, state.drafter, text, sampling, state.keys)
-            root, last = drafted.tokens[:, -1], drafted.log_q.max()
-        block = tree.block(free.propose(params, (), text, sampling, state.keys)[0], root)
-        logits = model.extend(params.target, state.cache, block).logits
-        token = first_max(logits[:, -1])
-        at = jnp.arange(text.tokens.shape[1], dtype=jnp.int32)[None] == text.length[:, None] - 1
-        return text._replace(tokens=jnp.where(at, token, text.tokens)), total + last
-
-    return jax.lax.fori_loop(0, count, one, (state.text, jnp.zeros((), jnp.float32)))
+@functools.partial(jax.jit, static_argnums=0)
+def _rounds(decoder: Decoder, params: Params, state, sampling: Sampling, count):
+    """The loop's own body ``count`` times, whether rows have ended or not."""
+    one = loop.plain_round if decoder.drafter is None else loop.speculative_round
+    body = functools.partial(one, decoder, params, sampling=sampling)
+    return jax.lax.fori_loop(0, count, lambda _, state: body(state), state)
 
 
-def draft_seconds(
+def round_seconds(
     runner: Runner,
-    method: Method,
+    methods: list[Method],
     params: Params,
     prompt: Prompt,
     rounds: int = 16,
     repeats: int = 7,
-) -> float:
-    """Median seconds that one `propose` adds to a target step.
-
-    Timed between target steps, not alone: a target that is larger than the caches evicts the
-    draft's weights from them in every round.
-    """
-    decoder = Decoder(runner.model, runner.max_decode_len, method.drafter)
+) -> dict[Method, timing.Samples]:
+    """Seconds of one round of each method, many in one compiled loop; the methods take turns."""
     batch = prompt.length.shape[0]
     keys = loop.row_keys(jax.random.key(0), jnp.arange(batch, dtype=jnp.int32))
-    both = method.pick(params)
-    state = loop.jit_start(decoder, both, prompt, keys)
-    sampling, count = Sampling(1.0).rows(batch), jnp.int32(rounds)
-    calls = {
-        name: functools.partial(
-            _target_steps, runner.model, method.gamma, drafter, both, state, sampling, count
-        )
-        for name, drafter in (("drafted", method.drafter), ("bare", None))
-    }
-    taken = timing.interleaved(calls, repeats)
-    return max(taken["drafted"].median - taken["bare"].median, 0.0) / rounds
+    sampling, calls = Sampling(0.0).rows(batch), {}
+    for method in methods:
+        decoder = Decoder(runner.model, runner.max_decode_len, method.drafter, eos_id=-1)
+        own = method.pick(params)
+        state = loop.jit_start(decoder, own, prompt, keys)
+        calls[method] = functools.partial(_rounds, decoder, own, state, sampling, jnp.int32(rounds))
+    return {m: taken / rounds for m, taken in timing.interleaved(calls, repeats).items()}
 
 
-def verify_seconds(
-    runner: Runner, method: Method, params: Params, prompt: Prompt, repeats: int = 3
-) -> float:
-    """Median seconds of a round whose drafting costs nothing."""
-    free = Method("free", method.gamma, FreeDraft(method.gamma, runner.model.vocab_size))
-    real = prompt.length.shape[0]
-    runs = [runner(free, params, prompt, real, 0.0) for _ in range(repeats + 1)]
-    return float(
-        np.median([run.decode_seconds / max(int(run.stats.rounds.max()), 1) for run in runs[1:]])
-    )
+def free(method: Method, vocab_size: int) -> Method:
+    """The same block length with drafts that cost nothing."""
+    return Method("free", method.gamma, FreeDraft(method.gamma, vocab_size))
 
 
 class Costs(NamedTuple):
-    """Cost of a round and of its parts, each measured by itself, on the calibration half.
+    """Cost of a round and of its parts, timed in turns on the calibration half.
 
     Attributes:
       plain_seconds: a step of the plain loop.
-      draft_seconds: what one round's drafting adds to a target step.
-      verify_seconds: a round without drafting: verify block, judgement, commit, statistics.
-      round_seconds: a whole round; about the sum of the two.
+      verify_seconds: a round whose drafting is free: verify block, judgement, commit, statistics.
+      round_seconds: a whole round.
     """
 
     plain_seconds: float
-    draft_seconds: float
     verify_seconds: float
     round_seconds: float
+
+    @classmethod
+    def measure(
+        cls, runner: Runner, methods: list[Method], params: Params, prompt: Prompt
+    ) -> dict[Method, "Costs"]:
+        """Costs of every method that drafts; the first method is plain decoding."""
+        plain, *drafted = methods
+        size = runner.model.vocab_size
+        taken = round_seconds(runner, [*methods, *(free(m, size) for m in drafted)], params, prompt)
+        seconds = {method: samples.median for method, samples in taken.items()}
+        return {m: cls(seconds[plain], seconds[free(m, size)], seconds[m]) for m in drafted}
+
+    @property
+    def draft_seconds(self) -> float:
+        """What one round's drafting adds.
+
+        Not what it takes alone: a target larger than the caches evicts the draft's weights from
+        them in every round.
+        """
+        return max(self.round_seconds - self.verify_seconds, 0.0)
 
     def c(self, gamma: int) -> float:
         """Cost of one drafted token over a plain step."""
@@ -332,12 +317,6 @@ class Costs(NamedTuple):
     def v(self) -> float:
         """Cost of a verify round over a plain step."""
         return self.verify_seconds / self.plain_seconds
-
-
-def seconds_per_round(measured: Measured) -> float:
-    """Median over repeats of decode seconds per target step of a batch."""
-    rounds = [sum(int(run.stats.rounds.max()) for run in repeat) for repeat in measured.runs]
-    return float(np.median(measured.seconds("decode_seconds") / np.maximum(rounds, 1)))
 
 
 class Difference(NamedTuple):

@@ -233,8 +233,9 @@ def _prediction_lines(report: Report) -> list[str]:
     text = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
     return [
         f"τ/(γc+v) is off the measured speed-up without prefill by (median over rows): {text}. "
-        "c (what drafting adds to a target step) and v (a round whose drafting is free) are timed "
-        "apart, on the calibration half. In a batch the slowest row sets the rounds, which τ does not know.",
+        "c (what drafting adds to a round) and v (a round whose drafting is free) are timed in "
+        "turns with the plain step, in loops of their own on the calibration half. In a batch the "
+        "slowest row sets the rounds, which τ does not know.",
         f"The prediction from α (Theorem 3.8 with v) is {report.alpha_prediction_gap:+.1%} from "
         "τ/(γc+v) (median): it takes acceptances for independent with one rate, where they cluster; "
         "it counts whole blocks, where EOS and the length limit cut the last.",

@@ -212,22 +212,18 @@ class _Parts:
 
     Attributes:
       compiled: seconds of compiling, per method.
-      drafting: seconds of one round's drafting, per speculative method.
-      verifying: seconds of a round whose drafting is free, per speculative method.
+      costs: of a round and its parts, per speculative method.
     """
 
     compiled: dict[Method, float]
-    drafting: dict[Method, float]
-    verifying: dict[Method, float]
+    costs: dict[Method, Costs]
 
     @classmethod
     def measure(cls, runner: Runner, methods: list[Method], params: Params, halves: dict):
         workload = next(iter(halves.values()))["calibration"]
-        prompt, drafted = workload.prompts[0], [m for m in methods if m.gamma]
         return cls(
             harness.warm_up(runner, methods, params, workload),
-            {m: harness.draft_seconds(runner, m, params, prompt) for m in drafted},
-            {m: harness.verify_seconds(runner, m, params, prompt) for m in drafted},
+            Costs.measure(runner, methods, params, workload.prompts[0]),
         )
 
 
@@ -270,7 +266,7 @@ class _Cell:
             tick,
         )
         calibration = run("calibration", settings.calibration_repeats)
-        costs = self._costs(calibration)
+        costs = self.parts.costs
         chosen = [self._fastest(name, calibration) for name in self._drafts()]
         reported = run("report", _repeats(settings, self.batch_size))
         for measured in reported.values():
@@ -285,19 +281,6 @@ class _Cell:
         """A draft's best gamma."""
         own = [m for m in self.methods if m.gamma and m.name == name]
         return min(own, key=lambda m: np.median(measured[m].per_token()))
-
-    def _costs(self, calibration: dict[Method, Measured]) -> dict[Method, Costs]:
-        plain = harness.seconds_per_round(calibration[self.methods[0]])
-        return {
-            m: Costs(
-                plain,
-                self.parts.drafting[m],
-                self.parts.verifying[m],
-                harness.seconds_per_round(calibration[m]),
-            )
-            for m in self.methods
-            if m.gamma
-        }
 
     def _row(self, method: Method, reported: dict, costs: dict, chosen: bool) -> dict:
         plain, own = reported[self.methods[0]], reported[method]
@@ -327,9 +310,7 @@ class _Cell:
 
     def _predictions(self, method: Method, row: dict, costs: dict[Method, Costs]) -> dict:
         """tau / (gamma c + v), and Theorem 3.8 with v; both speak of decoding without prefill."""
-        none = dict.fromkeys(
-            ("c", "v", "round_over_parts", "predicted_speedup", "predicted_from_alpha")
-        )
+        none = dict.fromkeys(("c", "v", "predicted_speedup", "predicted_from_alpha"))
         if not method.gamma:
             return none
         c, v = costs[method].c(method.gamma), costs[method].v
@@ -339,8 +320,6 @@ class _Cell:
         return {
             "c": c,
             "v": v,
-            "round_over_parts": costs[method].round_seconds
-            / (costs[method].draft_seconds + costs[method].verify_seconds),
             "predicted_speedup": float(
                 theory.speedup_from_block_efficiency(tau, method.gamma, c, v)
             ),

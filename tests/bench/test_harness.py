@@ -62,14 +62,23 @@ def test_seconds_per_token_are_summed_over_batches_before_dividing():
     measured = Measured([[made_up(1.0, 2.0, [3], 3), made_up(1.0, 4.0, [1], 1)]])
     np.testing.assert_allclose(measured.per_token(), [2.0])
     np.testing.assert_allclose(measured.per_token("decode_seconds"), [1.5])
-    assert harness.seconds_per_round(measured) == pytest.approx(6.0 / 4)
 
 
 def test_costs():
     """c is a drafted token, v a round without drafting, both over the plain step."""
-    costs = Costs(plain_seconds=2.0, draft_seconds=1.0, verify_seconds=3.0, round_seconds=4.2)
+    costs = Costs(plain_seconds=2.0, verify_seconds=3.0, round_seconds=4.0)
+    assert costs.draft_seconds == pytest.approx(1.0)
     assert costs.c(5) == pytest.approx(0.1)
     assert costs.v == pytest.approx(1.5)
+    assert Costs(2.0, 3.0, 2.9).c(5) == 0.0  # noise must not make drafting earn time
+
+
+def test_every_drafting_method_has_costs(pair):
+    work = workload_of(pair, "debian_ende", "calibration", 1, 32, 1)
+    methods = [Method("plain"), Method("small model", 2, SmallModel(pair.draft, 2))]
+    found = Costs.measure(Runner(pair.target, 8), methods, drafted(pair), work.prompts[0])
+    assert list(found) == methods[1:]
+    assert min(found[methods[1]]) > 0
 
 
 def test_the_last_batch_is_filled_up_and_padding_rows_are_not_counted(pair):
