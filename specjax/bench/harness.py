@@ -256,11 +256,11 @@ def round_seconds(
     methods: list[Method],
     params: Params,
     prompt: Prompt,
-    rounds: int = 16,
     repeats: int = 7,
 ) -> dict[Method, timing.Samples]:
     """Seconds of one round of each method, many in one compiled loop; the methods take turns."""
     batch = prompt.length.shape[0]
+    rounds = max(2, 16 // batch)  # a round of many rows takes long enough by itself
     keys = loop.row_keys(jax.random.key(0), jnp.arange(batch, dtype=jnp.int32))
     sampling, calls = Sampling(0.0).rows(batch), {}
     for method in methods:
