@@ -20,7 +20,6 @@ from specjax import assets, generate
 from specjax.analysis import papers
 from specjax.bench import alpha, harness
 from specjax.data.sources import Heldout
-from specjax.decode.interfaces import Prompt
 from specjax.decode.sampling import Sampling
 from specjax.drafters.ngram import Ngram, bigram_table, unigram_table
 from specjax.training import batches
@@ -43,10 +42,10 @@ def drafts(pair: assets.Pair, path: pathlib.Path) -> dict[str, tuple]:
     }
 
 
-def measure(pair: assets.Pair, found: dict, prompts: list[Prompt], args, temperature: float):
+def measure(pair: assets.Pair, found: dict, work: harness.Workload, args, temperature: float):
     """({draft: α}, tokens) on text that the target generates at this temperature."""
     sums = {name: [] for name in found}
-    for number, prompt in enumerate(prompts):
+    for number, (prompt, real) in enumerate(zip(work.prompts, work.real, strict=True)):
         batch = prompt.length.shape[0]
         out = generate(
             pair.target,
@@ -59,7 +58,8 @@ def measure(pair: assets.Pair, found: dict, prompts: list[Prompt], args, tempera
         law = Sampling(temperature).rows(batch)
         texts = (pair.target, pair.target_params), (prompt, out.tokens, out.lengths, law)
         for name, draft in found.items():
-            sums[name].append(jax.device_get(alpha.alpha(*texts[0], *draft, *texts[1])))
+            sums_of = jax.device_get(alpha.alpha(*texts[0], *draft, *texts[1]))
+            sums[name].append(alpha.Alpha(*(x[:real] for x in sums_of)))
     joined = {n: alpha.Alpha(*map(np.concatenate, zip(*s, strict=True))) for n, s in sums.items()}
     tokens = int(joined["draft"].positions.sum())
     return {name: value.value for name, value in joined.items()}, tokens
@@ -93,7 +93,7 @@ def main() -> None:
             task, "report", examples, args.sentences, args.input_length, args.batch
         )
         found = drafts(pair, path)
-        ours = [measure(pair, found, work.prompts, args, t) for t in TEMPERATURES]
+        ours = [measure(pair, found, work, args, t) for t in TEMPERATURES]
         theirs, tokens = published(task), "+".join(f"{n}" for _, n in ours)
         for name in DRAFTS:
             cells = [f"{values[name]:.3f}" for values, _ in ours]

@@ -42,33 +42,44 @@ def texts(path: pathlib.Path, prefix: str) -> Iterator[str]:
 
 def chunks(description: str) -> Iterator[str]:
     """Single sentences and neighbouring pairs; not the whole description."""
-    sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", description)
-    pairs = [f"{a} {b}" for a, b in zip(sentences, sentences[1:], strict=False)]
-    yield from (text for text in [*sentences, *pairs] if text != description)
+    parts = sentences(description)
+    pairs = [f"{a} {b}" for a, b in zip(parts, parts[1:], strict=False)]
+    yield from (text for text in [*parts, *pairs] if text != description)
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", text)
 
 
 def taken(data: pathlib.Path) -> set[bytes]:
-    """Digests of all inputs of both tasks, of all splits."""
-    return {
-        splits.digest(text)
-        for task, prefix in PREFIXES.items()
-        for split in splits.SPLITS
-        for text in texts(data / f"{task}-{split}.jsonl", prefix)
-    }
+    """Digests of all inputs of both tasks, and of all parts of held-out ones."""
+    found = set()
+    for task, prefix in PREFIXES.items():
+        for split in splits.SPLITS:
+            for text in texts(data / f"{task}-{split}.jsonl", prefix):
+                parts = chunks(text) if split != "train" else ()
+                found |= {splits.digest(part) for part in (text, *parts)}
+    return found
+
+
+def fresh(description: str, seen: set[bytes]) -> Iterator[str]:
+    """Parts of a training description of which no sentence is known, nor they themselves."""
+    for text in chunks(description):
+        if all(splits.digest(part) not in seen for part in (text, *sentences(text))):
+            yield text
 
 
 def main(_) -> None:
     data = pathlib.Path(FLAGS.data_dir).expanduser()
     vocabulary, seen = Vocabulary.load(folder() / "sentencepiece.model"), taken(data)
-    fresh: dict[bytes, str] = {}
+    kept: dict[bytes, str] = {}
     for description in texts(data / "synopsis-train.jsonl", PREFIXES["synopsis"]):
-        for text in chunks(description):
-            digest = splits.digest(text)
-            if len(text.split()) >= FLAGS.shortest and digest not in seen:
-                fresh.setdefault(digest, text)
-    ordered = [fresh[digest] for digest in sorted(fresh)]  # a stable shuffle
+        for text in fresh(description, seen):
+            if len(text.split()) >= FLAGS.shortest:
+                kept.setdefault(splits.digest(text), text)
+    ordered = [kept[digest] for digest in sorted(kept)]  # a stable shuffle
     for i, (task, prefix) in enumerate(PREFIXES.items()):
-        ids = [[*vocabulary.encode(prefix + text), 1] for text in ordered[i::2]]
+        ids = [[*vocabulary.encode(prefix + text), vocabulary.eos_id] for text in ordered[i::2]]
         inputs = [np.asarray(x, np.int32) for x in ids if len(x) <= FLAGS.input_limit]
         answers = [np.full(ANSWER[task], vocabulary.eos_id, np.int32)] * len(inputs)
         path = data / "tokens" / f"{task}-unlabelled.npz"

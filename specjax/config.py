@@ -1,10 +1,13 @@
 """Gin files, read from scripts."""
 
 import pathlib
+import re
 from typing import Any
 
 import gin
 
+# What gin raises on a wrong file or binding, beside ValueError.
+_BAD_GIN = (OSError, SyntaxError, NameError, AttributeError, ImportError, KeyError)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -23,9 +26,24 @@ def parse(gin_files: list[str], bindings: list[str] = (), search_paths: list[str
         for path in paths[1:]:
             gin.add_config_file_search_path(path)
         try:
+            _check_macros(gin_files, bindings)
             gin.parse_config_files_and_bindings(gin_files, list(bindings))
-        except OSError as error:
+        except _BAD_GIN as error:
             raise ValueError(" ".join(str(error).split())) from None
+
+
+def _check_macros(gin_files: list[str], bindings: list[str]) -> None:
+    """Raises ValueError on a macro that no file knows: a typing error would have no effect."""
+    names = [binding.partition("=")[0].strip() for binding in bindings]
+    macros = [name for name in names if name.isupper() and "." not in name and "/" not in name]
+    if not macros:
+        return
+    gin.parse_config_files_and_bindings(gin_files, [], finalize_config=False)
+    known = gin.config_str()
+    gin.clear_config()
+    for name in macros:
+        if not re.search(rf"(^|%){name}\b", known, re.MULTILINE):
+            raise ValueError(f"no gin file knows {name}")
 
 
 def macro(name: str) -> Any:

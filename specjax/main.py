@@ -60,8 +60,10 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     try:
         run()
-    except (ValueError, OSError) as error:
-        if flags.FLAGS.traceback:
+    except (ValueError, OSError, RuntimeError) as error:
+        # gin says with a RuntimeError that a required binding is missing; others are bugs.
+        mine = not isinstance(error, RuntimeError) or "Required bindings" in str(error)
+        if flags.FLAGS.traceback or not mine:
             raise
         text = str(error).split("\n  In call to configurable")[0]  # gin's own addition
         print(f"specjax: {' '.join(text.split())}", file=sys.stderr)

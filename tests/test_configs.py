@@ -73,6 +73,24 @@ def test_methods_add_a_drafter_to_a_run():
     assert "draft/system.Checkpoint" in gin.config_str()
 
 
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        ("TEMPRATURE=1.0", "no gin file knows TEMPRATURE"),
+        ("sources.TextFle.path='x'", "TextFle"),
+        ("CHECKPOINT_PATH=/models/x", "(?i)syntax|malformed|unable|parse"),
+        ("nonsense.x=3", "No configurable matching 'nonsense'"),
+        ("sources.TextFile.no_such=3", "no_such"),
+    ],
+)
+def test_a_wrong_binding_is_one_clear_error(binding, message):
+    """A typing error must neither pass silently nor end in a traceback of gin's."""
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    lengths = "TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}"
+    with pytest.raises(ValueError, match=message):
+        config.parse(["configs/runs/infer.gin"], [*bindings, lengths, binding])
+
+
 def test_an_ngram_and_a_verifier_are_methods_too():
     bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
     more = ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "COUNTS_PATH='y'", "VOCAB_SIZE=9"]

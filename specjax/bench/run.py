@@ -22,6 +22,7 @@ from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop
 from specjax.decode.interfaces import Params, Prompt
 from specjax.decode.loop import Decoder
+from specjax.decode.sampling import Sampling
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import system
 from specjax.infer.system import Checkpoint
@@ -65,8 +66,16 @@ class Settings:
             )
         if min(self.gammas) < 0:
             raise ValueError(f"gamma must not be negative, got {min(self.gammas)}")
-        if self.sentences < 2 or self.repeats < 1:
-            raise ValueError("at least 2 sentences and 1 repeat are needed")
+        for temperature in self.temperatures:
+            Sampling(temperature).check()
+        if (
+            self.sentences < 2
+            or min(self.repeats, self.batch_repeats, self.calibration_repeats) < 1
+        ):
+            raise ValueError("at least 2 sentences and 1 repeat of each kind are needed")
+        for name in ("batch_sizes", "input_length", "max_decode_len"):
+            if np.min(getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 def bench(
@@ -95,6 +104,11 @@ def bench(
     began, folder = time.perf_counter(), pathlib.Path(output_dir)
     contest = _shipped() if target is None else _load(target, drafts or {})
     given = tuple(sources) or tuple(Heldout(task) for task in settings.tasks)
+    names = [source.name for source in given]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"two sources have one name, the report could not tell them apart: {names}"
+        )
     with jax.default_matmul_precision("highest"):  # TF32 is no basis for comparing tokens
         result = _measure(settings, contest, given)
     result = dataclasses.replace(result, seconds=time.perf_counter() - began)

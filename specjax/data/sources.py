@@ -19,6 +19,7 @@ from etils import epath
 from specjax.data import metrics, samples
 from specjax.data.vocabulary import Vocabulary
 
+METRICS = {"bleu": metrics.bleu, "rouge": metrics.rouge}
 SCORES = {"debian_ende": metrics.bleu, "debian_synopsis": metrics.rouge}
 
 
@@ -49,6 +50,10 @@ class Source(Protocol):
         """All examples, in order."""
         ...
 
+    def check_scorable(self) -> None:
+        """Raises ValueError where `score` could only fail: no metric, or no references."""
+        ...
+
     def score(self, examples: Sequence[Example], predictions: Sequence[str]) -> dict[str, float]:
         """The task's metrics.
 
@@ -63,8 +68,8 @@ class TextFile:
     """A text file with one input per line, or a JSONL file.
 
     Attributes:
-      path: local or ``gs://``; ``.jsonl`` is read as JSON, anything else as text. An empty line is an
-        empty input, which is EOS alone.
+      path: local or ``gs://``; ``.jsonl`` (or ``.json``) is read as JSON lines, anything else as text.
+        An empty line is an empty input, which is EOS alone.
       inputs, targets: names of the JSON fields; ``targets`` need not be there.
       prefix: put before every input, such as ``"translate English to German: "``.
       task: name of the outputs; the file's by default.
@@ -84,17 +89,34 @@ class TextFile:
     def name(self) -> str:
         return self.task or epath.Path(self.path).name.split(".")[0]
 
+    def __post_init__(self):
+        if self.metric not in METRICS:
+            raise ValueError(f"unknown metric {self.metric!r}, known are {', '.join(METRICS)}")
+        if self.limit is not None and self.limit < 0:
+            raise ValueError(f"limit must not be negative, got {self.limit}")
+
     def read(self, vocabulary: Vocabulary) -> list[Example]:
-        path = epath.Path(self.path)
+        pairs = [(self.prefix + row[self.inputs], row.get(self.targets)) for row in self._rows()]
+        return [_example(vocabulary, i, *pair) for i, pair in enumerate(pairs)]
+
+    def check_scorable(self) -> None:
+        rows = self._rows()
+        bare = [i for i, row in enumerate(rows) if row.get(self.targets) is None]
+        if bare:
+            raise ValueError(
+                f"{self.path}: {len(bare)} of {len(rows)} inputs have no {self.targets!r} to score "
+                f"against (the first is number {bare[0]})"
+            )
+
+    def _rows(self) -> list[dict[str, Any]]:
+        path = epath.Path(self.path).expanduser()
         if not path.exists():
             raise ValueError(f"no input file {self.path}")
         lines = read_lines(path)[: self.limit]
         jsonl = path.suffix in (".jsonl", ".json")
-        rows = [
+        return [
             self._row(i, line) if jsonl else {self.inputs: line} for i, line in enumerate(lines)
         ]
-        pairs = [(self.prefix + row[self.inputs], row.get(self.targets)) for row in rows]
-        return [_example(vocabulary, i, *pair) for i, pair in enumerate(pairs)]
 
     def _row(self, number: int, line: str) -> dict[str, Any]:
         try:
@@ -103,13 +125,12 @@ class TextFile:
             raise ValueError(f"{self.path} line {number + 1} is no JSON: {error}") from None
         if not isinstance(row, dict) or not isinstance(row.get(self.inputs), str):
             raise ValueError(f"{self.path} line {number + 1} has no text field {self.inputs!r}")
+        if not isinstance(row.get(self.targets, ""), str | None):
+            raise ValueError(f"{self.path} line {number + 1}: {self.targets!r} is no text")
         return row
 
     def score(self, examples: Sequence[Example], predictions: Sequence[str]) -> dict[str, float]:
-        known = {"bleu": metrics.bleu, "rouge": metrics.rouge}
-        if self.metric not in known:
-            raise ValueError(f"unknown metric {self.metric!r}, known are {', '.join(known)}")
-        return known[self.metric](_references(self.name, examples), predictions)
+        return METRICS[self.metric](_references(self.name, examples), predictions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +157,9 @@ class Heldout:
 
     def score(self, examples: Sequence[Example], predictions: Sequence[str]) -> dict[str, float]:
         return SCORES[self.task](_references(self.task, examples), predictions)
+
+    def check_scorable(self) -> None:
+        samples.load_heldout(self.task, self.half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +216,13 @@ class SeqioTask:
         pairs = zip(predictions, texts, strict=True)
         outputs = [process(p, example=x, is_target=False) for p, x in pairs]
         found = {}
-        for metric in self._task.metric_fns:
+        for metric in self._task.predict_metric_fns:
             found |= metric(targets, outputs)
         return {name: float(value) for name, value in found.items()}
+
+    def check_scorable(self) -> None:
+        if not self._task.predict_metric_fns:
+            raise ValueError(f"task {self.name} has no metric of predictions")
 
 
 def read_lines(path: epath.Path) -> list[str]:
@@ -202,7 +230,7 @@ def read_lines(path: epath.Path) -> list[str]:
 
     ``str.splitlines`` also splits at U+2028 and others, which JSON leaves unescaped in strings.
     """
-    text = path.read_text(encoding="utf-8").removesuffix("\n")
+    text = path.read_bytes().decode("utf-8").removesuffix("\n")
     return [line.removesuffix("\r") for line in text.split("\n")] if text else []
 
 

@@ -23,7 +23,7 @@ from specjax.decode.loop import Decoded, Decoder, State
 from specjax.decode.sampling import Sampling
 from specjax.decode.stopping import Stops
 
-# In `_Rows`: a row without a prompt.
+# The number of a row without a prompt.
 IDLE = -1
 
 

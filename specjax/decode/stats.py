@@ -143,7 +143,10 @@ def _overlap(tree: TokenTree, log_p: Array, tested: Array) -> Float[Array, "B"]:
 
 def summary(stats: Stats) -> dict:
     """Host-side totals over all rows and the ratios of summed counts (None where 0/0)."""
-    total = {name: np.asarray(value).sum(0) for name, value in stats._asdict().items()}
+    rows = np.ndim(stats.rounds)  # 1, or 2 with several decodes per prompt
+    total = {
+        name: np.sum(value, axis=tuple(range(rows))) for name, value in stats._asdict().items()
+    }
     ratio = lambda a, b: float(a) / float(b) if b else None  # noqa: E731
     counts = ("rounds", "rounds_plain", "drafted", "drafted_cut", "tested", "accepted", "emitted")
     out = {name: int(total[name]) for name in counts}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -87,7 +88,7 @@ class Outputs:
             absent = [name.name for name in names if not name.exists()]
             if absent:
                 raise ValueError(f"{self.parts}: no {', '.join(absent)}")
-            self._write_text(self.final, "".join(n.read_text(encoding="utf-8") for n in names))
+            write_whole(self.final, "".join(n.read_text(encoding="utf-8") for n in names))
         if self.parts.exists():
             self.parts.rmtree()
         return self.final
@@ -108,13 +109,14 @@ class Outputs:
 
     def _write(self, path: epath.Path, lines: list[dict]) -> None:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        self._write_text(path, text)
+        write_whole(path, text)
 
-    def _write_text(self, path: epath.Path, text: str) -> None:
-        """A file that exists is whole: it is written under another name first."""
-        beside = path.parent / f"unfinished-{path.name}"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+
+def write_whole(path: epath.Path, text: str) -> None:
+    """Writes under a name of this process, then renames: a file that exists is whole."""
+    beside = path.parent / f"unfinished-{os.getpid()}-{path.name}"
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def claim(folder: str, description: Mapping[str, Any]) -> None:
@@ -131,9 +133,7 @@ def claim(folder: str, description: Mapping[str, Any]) -> None:
     file, mine = root / DESCRIPTION, json.loads(json.dumps(description))
     if not file.exists():
         root.mkdir(parents=True, exist_ok=True)
-        beside = root / f"unfinished-{DESCRIPTION}"
-        beside.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
-        beside.replace(file)
+        write_whole(file, json.dumps(mine, indent=1) + "\n")
         return
     theirs = json.loads(file.read_text(encoding="utf-8"))
     names = sorted({n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n)})

@@ -14,7 +14,7 @@ from rich import progress
 from specjax import config
 from specjax.data import sources
 from specjax.data.sources import Example, Source
-from specjax.decode import stats
+from specjax.decode import stats, stopping
 from specjax.decode.interfaces import Drafter, Verifier
 from specjax.decode.loop import Decoded, Decoder
 from specjax.decode.refill import Refill, Request
@@ -37,7 +37,8 @@ class Settings:
       truncate: cut longer inputs; otherwise they are an error.
       batch_size: rows decoded together.
       group: prompts read at a time when rows become free; 0 for a quarter of the batch.
-      part_size: examples per part on disk: what an interruption costs at most.
+      part_size: examples per part on disk, which is what an interruption can cost beside the rows in
+        work.
       shard, num_shards: decode every ``num_shards``-th example, from ``shard`` on.
       seed: of sampling.
       include_tokens: write the ids as ``prediction_tokens``.
@@ -50,7 +51,7 @@ class Settings:
     truncate: bool = False
     batch_size: int = 32
     group: int = 0
-    part_size: int = 256
+    part_size: int = 16
     shard: int = 0
     num_shards: int = 1
     seed: int = 0
@@ -66,6 +67,8 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_decode_len < 0:
             raise ValueError(f"max_decode_len must not be negative, got {self.max_decode_len}")
+        if self.group < 0:
+            raise ValueError(f"group must not be negative, got {self.group}")
         if not 0 <= self.shard < self.num_shards:
             raise ValueError(f"shard must lie in 0 .. {self.num_shards - 1}, got {self.shard}")
 
@@ -111,22 +114,24 @@ def infer(
       ValueError: an input is too long, a checkpoint does not fit, or ``output_dir`` holds another
         run.
     """
-    sampling.check()
     getattr(verifier, "check", lambda _: None)(sampling)
+    sampling.check()
     loaded = system.load(target, drafter, draft)
-    examples = _examples(source, loaded, settings)
+    sampling.check(loaded.target.eos_id)
+    how = {"verifier": verifier, "sampling": sampling, "stop": stopping.stops(stop)}
+    everything = _examples(source, loaded, settings)
+    examples = everything[settings.shard :: settings.num_shards]
+    engine = _engine(loaded, verifier, len(examples), settings)
     where = Outputs(
         output_dir, source.name, len(examples), settings.shard, settings.num_shards,
         settings.part_size,
     )  # fmt: skip
-    how = {"verifier": verifier, "sampling": sampling, "stop": stop}
-    what = _describe(source, loaded, examples, how, settings)
-    outputs.claim(output_dir, what)
+    outputs.claim(output_dir, _describe(source, loaded, everything, how, settings))
     config.save(output_dir)
     missing = where.missing()
     if missing:
         began, counts = time.perf_counter(), []
-        decoded = _decode(loaded, [examples[i] for i in missing], how, settings)
+        decoded = _decode(loaded, engine, [examples[i] for i in missing], how, settings)
         where.collect(_lines(loaded, examples, decoded, settings, counts))
         _report(where, counts, time.perf_counter() - began)
     return where.join()
@@ -152,6 +157,7 @@ def evaluate(
     """
     if settings.num_shards > 1:
         raise ValueError("a score needs the whole task: num_shards must be 1")
+    source.check_scorable()
     final = infer()
     lines = [json.loads(line) for line in sources.read_lines(final)]
     examples = [Example(i, np.zeros(0, np.int32), line["inputs"]) for i, line in enumerate(lines)]
@@ -163,24 +169,27 @@ def evaluate(
 
 
 def _examples(source: Source, loaded: System, settings: Settings) -> list[Example]:
-    """This shard's examples; all of them are checked, so that every shard refuses alike."""
+    """All shards' examples; all of them are checked, so that every shard refuses alike."""
     found = source.read(loaded.vocabulary)
     if not found:
         raise ValueError(f"{source.name} has no examples")
-    fitting = sources.cut(found, settings.input_length, settings.truncate)
-    return fitting[settings.shard :: settings.num_shards]
+    return sources.cut(found, settings.input_length, settings.truncate)
 
 
 def _describe(source, loaded, examples, how: dict, settings: Settings) -> dict:
-    """What makes two runs the same. Batch sizes are left out: outputs do not depend on them."""
+    """What makes two runs the same; shards of one run differ in nothing that is said here.
+
+    Batch sizes count: a program of another shape may round the last digit of a score differently.
+    """
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(example.inputs.tobytes() + b"|")
-    free = ("batch_size", "group")
-    kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in free}
+        digest.update(example.inputs.tobytes() + json.dumps(example.text).encode())
+    kept = {k: v for k, v in dataclasses.asdict(settings).items() if k != "shard"}
     return kept | {
         "task": source.name,
-        "inputs": digest.hexdigest()[:16],
+        "examples": digest.hexdigest()[:16],
+        "vocabulary": loaded.vocabulary.fingerprint[:16],
+        "model": repr(loaded.target),
         "target": system.fingerprint(loaded.params.target),
         "draft": system.fingerprint(loaded.params.draft),
         "drafter": repr(loaded.drafter),
@@ -188,26 +197,28 @@ def _describe(source, loaded, examples, how: dict, settings: Settings) -> dict:
     }
 
 
+def _engine(loaded: System, verifier: Verifier, count: int, settings: Settings) -> Refill:
+    """The batch of a shard of ``count`` examples: the same however many are left to decode."""
+    model, rows = loaded.target, max(1, min(settings.batch_size, count))
+    decoder = Decoder(model, settings.max_decode_len, loaded.drafter, verifier, model.eos_id)
+    return Refill(decoder, rows, settings.input_length, min(settings.group, rows))
+
+
 def _decode(
-    loaded: System, examples: Sequence[Example], how: dict, settings: Settings
+    loaded: System, engine: Refill, examples: Sequence[Example], how: dict, settings: Settings
 ) -> Iterator[tuple[int, Decoded]]:
     """(example's number, its output), as rows end."""
-    model = loaded.target
-    drafter, verifier = loaded.drafter, how["verifier"]
-    decoder = Decoder(model, settings.max_decode_len, drafter, verifier, model.eos_id)
-    rows = min(settings.batch_size, len(examples))
-    engine = Refill(decoder, rows, settings.input_length, min(settings.group, rows))
     requests = [Request(e.number, e.inputs) for e in examples]
     key = jax.random.key(settings.seed)
     with jax.default_matmul_precision("highest"):  # TF32 would change tokens
-        found = engine(loaded.params, requests, how["sampling"], key, how["stop"])
+        found = engine(loaded.params, requests, how["sampling"], key, how["stop"] or ())
         yield from progress.track(found, total=len(requests), description="decoding")
 
 
 def _lines(
     loaded: System, examples: Sequence[Example], decoded, settings: Settings, counts: list
 ) -> Iterator[tuple[int, dict]]:
-    """(place in the shard, line of the file); the statistics are appended to ``counts``."""
+    """(place in the shard, line of the file); the outputs are appended to ``counts``."""
     for number, out in decoded:
         place = number // settings.num_shards
         ids = out.tokens[: out.lengths].tolist()
@@ -216,13 +227,13 @@ def _lines(
             line["prediction_tokens"] = ids
         if settings.include_aux:
             line["aux"] = _aux(out)
-        counts.append(out.stats)
+        counts.append(out)
         yield place, line
 
 
 def _aux(out: Decoded) -> dict:
     return {
-        "scores": float(out.log_probs.sum()),
+        "scores": float(out.scores),
         "length": int(out.lengths),
         "finish_reason": REASONS[int(out.finish_reason)],
         "rounds": int(out.stats.rounds),
@@ -231,15 +242,20 @@ def _aux(out: Decoded) -> dict:
     }
 
 
-def _report(where: Outputs, counts: list[stats.Stats], seconds: float) -> None:
+def _report(where: Outputs, decoded: list[Decoded], seconds: float) -> None:
     """Prints and keeps what this start of the run decoded, compiling included."""
-    total = stats.summary(jax.tree.map(lambda *x: np.stack(x), *counts))
-    total |= {"examples": len(counts), "seconds": seconds}
+    total = stats.summary(jax.tree.map(lambda *x: np.stack(x), *(out.stats for out in decoded)))
+    ended = [REASONS[int(out.finish_reason)] for out in decoded]
+    total |= {"examples": len(decoded), "seconds": seconds}
+    total |= {f"ended_by_{reason}": ended.count(reason) for reason in REASONS[1:]}
     total["tokens_per_second"] = total["emitted"] / seconds
-    file = epath.Path(where.folder).expanduser() / f"{where.task}-infer.jsonl"
+    file = where.final.parent / where.final.name.replace("-predict.", "-infer.")
     before = file.read_text() if file.exists() else ""
     file.write_text(before + json.dumps(total) + "\n")
-    shown = f"{len(counts)} examples, {total['emitted']} tokens, {seconds:.1f} s with compiling"
+    shown = f"{len(decoded)} examples, {total['emitted']} tokens, {seconds:.1f} s with compiling"
     if total["drafted"]:
         shown += f", {total['block_efficiency']:.2f} tokens a round"
+    shown += f", {total['ended_by_length']} cut at the length limit"
     print(f"{shown}: {where.final}")
+    if total["ended_by_error"]:
+        print(f"warning: {total['ended_by_error']} outputs end where the target's logits were NaN")

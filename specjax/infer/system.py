@@ -1,6 +1,5 @@
 """What decodes: target, drafter, vocabulary and their weights, from what gin names."""
 
-import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -53,13 +52,19 @@ class Checkpoint:
     def vocabulary(self) -> vocabularies.Base | None:
         """The vocabulary, or None where nothing is said and nothing lies beside the checkpoint."""
         if self.vocabulary_path:
+            if "://" in self.vocabulary_path:
+                raise ValueError(f"{self.vocabulary_path}: copy the vocabulary to a local file")
             place = pathlib.Path(self.vocabulary_path).expanduser()
             if place.is_dir():
                 return vocabularies.of_folder(place)
             return vocabularies.Vocabulary.load(place, self.extra_ids)
         folder = pathlib.Path(self.path).expanduser()
         for place in (folder, folder.parent):
-            with contextlib.suppress(ValueError):
+            files = [place / name for name in vocabularies.SENTENCEPIECE_FILES]
+            file = next((file for file in files if file.is_file()), None)
+            if file is not None and self.extra_ids:
+                return vocabularies.Vocabulary.load(file, self.extra_ids)
+            if file is not None or (place / "tokenizer_config.json").is_file():
                 return vocabularies.of_folder(place)
         return None
 
@@ -130,11 +135,16 @@ def load(
         raise ValueError(
             f"the vocabulary has {vocabulary.size} pieces, the target only {model.vocab_size} rows"
         )
-    if drafter is None or draft is None:
-        made = None if drafter is None else drafter()
-        return System(model, made, Params(weights, None), vocabulary)
+    if drafter is None:
+        return System(model, None, Params(weights, None), vocabulary)
+    if draft is None:
+        raise ValueError("a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH")
     small, draft_weights = draft.load()
     if small is None:
+        if draft_weights.shape[-1] != model.vocab_size:
+            raise ValueError(
+                f"the table has {draft_weights.shape[-1]} pieces, the target {model.vocab_size}"
+            )
         return System(model, drafter(), Params(weights, draft_weights), vocabulary)
     check_same_pieces(vocabulary, model, small, draft)
     return System(model, drafter(model=small), Params(weights, draft_weights), vocabulary)

@@ -138,6 +138,14 @@ def test_settings_say_what_is_wrong():
         run.Settings(gammas=(0, -1))
     with pytest.raises(ValueError, match="at least 2 sentences"):
         run.Settings(sentences=1)
+    with pytest.raises(ValueError, match="1 repeat of each kind"):
+        run.Settings(batch_repeats=0)
+    with pytest.raises(ValueError, match="temperature must not be negative, got -1"):
+        run.Settings(temperatures=(0.0, -1.0))
+    with pytest.raises(ValueError, match="batch_sizes must be at least 1"):
+        run.Settings(batch_sizes=(0, 1))
+    with pytest.raises(ValueError, match="two sources have one name"):
+        run.bench(run.Settings(), sources=[TextFile("a/x.txt"), TextFile("b/x.txt")])
 
 
 @pytest.mark.slow

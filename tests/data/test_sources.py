@@ -49,7 +49,8 @@ def test_jsonl_with_and_without_references(tmp_path, vocabulary):
 @pytest.mark.parametrize(
     ("line", "message"),
     [("{", "line 2 is no JSON"), ('{"x": "y"}', "line 2 has no text field 'inputs'"),
-     ('{"inputs": 3}', "line 2 has no text field 'inputs'"), ("[]", "line 2 has no text field")],
+     ('{"inputs": 3}', "line 2 has no text field 'inputs'"), ("[]", "line 2 has no text field"),
+     ('{"inputs": "a", "targets": 3}', "line 2: 'targets' is no text")],
 )  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, vocabulary, line, message):
     path = tmp_path / "in.jsonl"
@@ -64,7 +65,9 @@ def test_what_is_not_there_is_said(vocabulary):
     with pytest.raises(ValueError, match="unknown task 'nonsense'"):
         sources.Heldout("nonsense").read(vocabulary)
     with pytest.raises(ValueError, match="unknown metric 'wit'"):
-        sources.TextFile("x.txt", metric="wit").score([], [])
+        sources.TextFile("x.txt", metric="wit")
+    with pytest.raises(ValueError, match="limit must not be negative, got -1"):
+        sources.TextFile("x.txt", limit=-1)
 
 
 def test_the_held_out_sample(vocabulary):
@@ -118,9 +121,9 @@ def test_over_long_inputs_are_cut_only_when_asked(tmp_path, vocabulary):
 def test_only_newlines_end_a_line(tmp_path, vocabulary):
     """A line separator within a text is text; a Windows file reads the same; an empty file is empty."""
     path = tmp_path / "in.txt"
-    path.write_bytes("one\u2028still one\x0cstill\r\ntwo\r\n".encode())
+    path.write_bytes("one\u2028still one\x0cstill\r\nt\rwo\r\n".encode())
     found = sources.TextFile(str(path)).read(vocabulary)
     texts = [e.text["inputs_pretokenized"] for e in found]
-    assert texts == ["one\u2028still one\x0cstill", "two"]
+    assert texts == ["one\u2028still one\x0cstill", "t\rwo"]
     path.write_text("")
     assert sources.TextFile(str(path)).read(vocabulary) == []

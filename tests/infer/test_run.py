@@ -17,6 +17,7 @@ from specjax import Prompt, Sampling, assets, generate
 from specjax.checkpoints import int8
 from specjax.data.sources import TextFile
 from specjax.data.vocabulary import Vocabulary
+from specjax.decode.processors import MinLength
 from specjax.drafters.ngram import Ngram
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import run, system
@@ -137,6 +138,64 @@ def test_a_folder_of_another_run_is_refused(folder, tmp_path):
         infer(folder, tmp_path, drafter=None)
 
 
+def test_shards_share_a_folder(folder, tmp_path):
+    """Two jobs of one run write beside each other; another run is still refused."""
+    both = [infer(folder, tmp_path, shard=i, num_shards=2) for i in (0, 1)]
+    assert [path.name[-14:] for path in both] == ["00000-of-00002", "00001-of-00002"]
+    assert [len(read(path)) for path in both] == [5, 4]
+    with pytest.raises(ValueError, match="holds another run .*num_shards"):
+        infer(folder, tmp_path, num_shards=3)
+
+
+def test_a_changed_reference_is_another_run(folder, tmp_path):
+    """Else a score would be made of references that are no longer there."""
+    row = {"inputs": "A tool", "targets": "Ein Werkzeug"}
+    source = tmp_path / "in.jsonl"
+    for targets, fits in (("Ein Werkzeug", True), ("Ein Werkzeug", True), ("Das Werkzeug", False)):
+        source.write_text(json.dumps(row | {"targets": targets}) + "\n")
+        run_again = lambda: run.infer(  # noqa: E731
+            TextFile(str(source)), Checkpoint(str(folder / "target.safetensors")),
+            str(tmp_path / "out"), settings=Settings(task_feature_lengths=LENGTHS),
+        )  # fmt: skip
+        if fits:
+            run_again()
+        else:
+            with pytest.raises(ValueError, match="holds another run .*examples"):
+                run_again()
+
+
+def test_few_examples_left_are_decoded_by_the_same_program(folder, tmp_path, monkeypatch):
+    """The batch is the shard's, not what is left of it: scores are equal to the last digit."""
+    hot = dict(sampling=Sampling(1.0), batch_size=8, part_size=2)
+    whole = infer(folder, tmp_path / "whole", **hot).read_text()
+    monkeypatch.setattr(run.Outputs, "join", lambda self: self.final)
+    infer(folder, tmp_path / "cut", **hot)
+    monkeypatch.undo()
+    parts = sorted((tmp_path / "cut").glob("tmp-*/part_*"))
+    assert len(parts) == 5
+    parts[3].unlink()
+    assert infer(folder, tmp_path / "cut", **hot).read_text() == whole
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(folder, tmp_path):
+    target, source = (
+        Checkpoint(str(folder / "target.safetensors")),
+        TextFile(str(folder / "in.txt")),
+    )
+    out, bare = str(tmp_path / "out"), Settings(task_feature_lengths=LENGTHS)
+    with pytest.raises(ValueError, match="a stop sequence needs at least one id"):
+        run.infer(source, target, out, stop=[[]], settings=bare)
+    with pytest.raises(ValueError, match="MinLength forbids id 2, but text ends at id 1"):
+        run.infer(
+            source, target, out, sampling=Sampling(processors=(MinLength(3, 2),)), settings=bare
+        )
+    with pytest.raises(ValueError, match="a drafter is named, but not its draft"):
+        run.infer(source, target, out, SmallModel, settings=bare)
+    with pytest.raises(ValueError, match="9 of 9 inputs have no 'targets' to score against"):
+        run.evaluate(lambda: 1 / 0, source)
+    assert not (tmp_path / "out").exists()
+
+
 def test_over_long_inputs_are_refused_before_anything_is_written(folder, tmp_path):
     with pytest.raises(ValueError, match="inputs are longer than 3 ids with EOS"):
         infer(folder, tmp_path / "out", task_feature_lengths={"inputs": 3, "targets": 4})
@@ -199,6 +258,9 @@ def test_an_ngram_drafts_without_changing_the_text(folder, tmp_path):
     assert sum(line["aux"]["drafted"] for line in read(out)) > 0
     with pytest.raises(ValueError, match="the order must be 1 or 2, got 3"):
         system.Counts(str(tmp_path / "counted.npz"), 3, 8000).load()
+    target = Checkpoint(str(folder / "target.safetensors"))
+    with pytest.raises(ValueError, match="the table has 9000 pieces, the target 8000"):
+        system.load(target, Ngram, system.Counts(str(tmp_path / "counted.npz"), 1, 9000))
 
 
 def test_a_missing_checkpoint_or_vocabulary_is_one_line(folder, tmp_path):
@@ -220,11 +282,15 @@ def test_eval_scores_what_infer_wrote(tmp_path):
     pairs = [{"inputs_pretokenized": "a", "targets_pretokenized": text} for text in texts]
     lines = [{"inputs": p, "prediction": t} for p, t in zip(pairs, texts, strict=True)]
     (out / "predict").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = run.evaluate(lambda: out / "predict", TextFile("in.jsonl"))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"inputs": "a", "targets": text}) + "\n" for text in texts)
+    )
+    source = TextFile(str(tmp_path / "in.jsonl"))
+    found = run.evaluate(lambda: out / "predict", source)
     assert found["bleu"] == pytest.approx(100)
     assert json.loads(file.read_text())["examples"] == 2
     with pytest.raises(ValueError, match="num_shards must be 1"):
-        run.evaluate(lambda: out / "predict", TextFile("in.jsonl"), Settings(num_shards=2))
+        run.evaluate(lambda: out / "predict", source, Settings(num_shards=2))
 
 
 @pytest.mark.slow
