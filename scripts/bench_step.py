@@ -15,7 +15,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from rich.console import Console
 from rich.table import Table
 
@@ -38,13 +37,6 @@ def load_model(name: str, macro: str = "MODEL") -> T5:
     """The model of ``configs/models/<name>.gin``, or of a path."""
     config.parse([name if name.endswith(".gin") else f"configs/models/{name}.gin"])
     return config.macro(macro)
-
-
-def rounds(decoder: Decoder, params: Params, state: State, sampling: Sampling, count) -> State:
-    """``count`` rounds of the loop's own body, whether rows have ended or not."""
-    one = loop.plain_round if decoder.drafter is None else loop.speculative_round
-    body = functools.partial(one, decoder, params, sampling=sampling)
-    return lax.fori_loop(0, count, lambda _, state: body(state), state)
 
 
 def prepare(decoder: Decoder, params: Params, args) -> tuple[State, Sampling]:
@@ -70,7 +62,7 @@ def measure(model: T5, args) -> dict:
         decoder = Decoder(model, limit, drafter, eos_id=-1)
         state, sampling = prepare(decoder, params, args)
         run, compile_seconds[tokens] = timing.compiled(
-            functools.partial(rounds, decoder), params, state, sampling, jnp.int32(1)
+            harness.rounds, decoder, params, state, sampling, jnp.int32(1)
         )
         size = size or machine.bytes_per_step(model, params.target, state.cache)
         state = run(params, state, sampling, jnp.int32(before))

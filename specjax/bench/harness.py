@@ -244,10 +244,9 @@ def warm_up(runner: Runner, methods: list[Method], params: Params, workload: Wor
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _rounds(decoder: Decoder, params: Params, state, sampling: Sampling, count):
+def rounds(decoder: Decoder, params: Params, state: loop.State, sampling: Sampling, count):
     """The loop's own body ``count`` times, whether rows have ended or not."""
-    one = loop.plain_round if decoder.drafter is None else loop.speculative_round
-    body = functools.partial(one, decoder, params, sampling=sampling)
+    body = functools.partial(loop.one_round, decoder, params, sampling=sampling)
     return jax.lax.fori_loop(0, count, lambda _, state: body(state), state)
 
 
@@ -260,15 +259,15 @@ def round_seconds(
 ) -> dict[Method, timing.Samples]:
     """Seconds of one round of each method, many in one compiled loop; the methods take turns."""
     batch = prompt.length.shape[0]
-    rounds = max(2, 16 // batch)  # a round of many rows takes long enough by itself
+    count = max(2, 16 // batch)  # a round of many rows takes long enough by itself
     keys = loop.row_keys(jax.random.key(0), jnp.arange(batch, dtype=jnp.int32))
     sampling, calls = Sampling(0.0).rows(batch), {}
     for method in methods:
         decoder = Decoder(runner.model, runner.max_decode_len, method.drafter, eos_id=-1)
         own = method.pick(params)
         state = loop.jit_start(decoder, own, prompt, keys)
-        calls[method] = functools.partial(_rounds, decoder, own, state, sampling, jnp.int32(rounds))
-    return {m: taken / rounds for m, taken in timing.interleaved(calls, repeats).items()}
+        calls[method] = functools.partial(rounds, decoder, own, state, sampling, jnp.int32(count))
+    return {m: taken / count for m, taken in timing.interleaved(calls, repeats).items()}
 
 
 def free(method: Method, vocab_size: int) -> Method:

@@ -1,8 +1,11 @@
 """Parameter trees as flat dicts of dotted names, and one strict check of what a file holds."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import traverse_util
 from jaxtyping import PyTree
 
@@ -20,6 +23,15 @@ def unflatten(flat: Mapping[str, Any]) -> PyTree:
 def shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Dotted name to shape."""
     return {name: tuple(leaf.shape) for name, leaf in flatten(tree).items()}
+
+
+def fingerprint(params: PyTree) -> str:
+    """Short digest of the first values of every parameter, to tell one set of weights from another."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        head = jax.device_get(jnp.ravel(leaf)[:64])
+        digest.update(repr((leaf.shape, str(leaf.dtype))).encode() + head.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def check(found: Mapping[str, Any], expected: Mapping[str, Any], where: str, **also: list) -> None:

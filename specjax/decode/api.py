@@ -132,8 +132,7 @@ def _pieces(decoder: Decoder, params: Params, state: State, rows: Sampling) -> I
 def jit_round(decoder: Decoder, params: Params, state: State, sampling: Sampling):
     """One round, compiled, and the `Piece` it added. The state is donated."""
     length = state.text.length
-    one = loop.plain_round if decoder.drafter is None else loop.speculative_round
-    state = one(decoder, params, state, sampling=sampling)
+    state = loop.one_round(decoder, params, state, sampling=sampling)
     index = jnp.arange(decoder.block, dtype=jnp.int32)[None]
     tokens = jnp.take_along_axis(state.text.tokens, length[:, None] + index, axis=1)
     count = state.text.length - length

@@ -149,9 +149,14 @@ def given(text: Text) -> Text:
 
 def run(decoder: Decoder, params: Params, state: State, sampling: Sampling) -> State:
     """Rounds until every row has ended: one `while_loop`, no host round trip."""
-    one = plain_round if decoder.drafter is None else speculative_round
-    body = functools.partial(one, decoder, params, sampling=sampling)
+    body = functools.partial(one_round, decoder, params, sampling=sampling)
     return lax.while_loop(lambda s: (s.finish == stopping.LIVE).any(), lambda s: body(s), state)
+
+
+def one_round(decoder: Decoder, params: Params, state: State, *, sampling: Sampling) -> State:
+    """The decoder's kind of round."""
+    kind = plain_round if decoder.drafter is None else speculative_round
+    return kind(decoder, params, state, sampling=sampling)
 
 
 def speculative_round(

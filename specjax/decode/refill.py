@@ -151,8 +151,7 @@ def run_until(
     decoder: Decoder, params: Params, state: State, sampling: Sampling, ended: Int[Array, ""]
 ) -> State:
     """Rounds until ``ended`` rows of the batch have ended."""
-    one = loop.plain_round if decoder.drafter is None else loop.speculative_round
-    body = functools.partial(one, decoder, params, sampling=sampling)
+    body = functools.partial(loop.one_round, decoder, params, sampling=sampling)
     over = lambda s: (s.finish != stopping.LIVE).sum(dtype=jnp.int32) < ended  # noqa: E731
     return lax.while_loop(over, lambda s: body(s), state)
 

@@ -37,11 +37,7 @@ class SpeculativeSampling:
         self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
     ) -> Verdict:
         """Algorithm 1 of 2211.17192, vectorised over a chain; ``next_token`` is left at 0."""
-        log_accept = jnp.minimum(_log_ratio(tree_, log_p), 0.0)
-        # u lies in [0, 1), so the strict test accepts with probability exactly min(1, p/q).
-        take = (u < jnp.exp(log_accept)) & tree_.judged & tree_.valid
-        verdict = _walk_chain(tree_, log_accept, take)
-        return verdict._replace(log_next=_log_next(tree_, log_p, verdict))
+        return _walk_by_ratio(tree_, log_p, u, _log_ratio(tree_, log_p))
 
     def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
         """Uniforms, walk, and the next token drawn from the residual or bonus law."""
@@ -80,10 +76,7 @@ class LenientSampling:
         self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
     ) -> Verdict:
         """`SpeculativeSampling.walk` with a lenient ratio."""
-        log_accept = jnp.minimum(_log_ratio(tree_, log_p) - math.log(self.lenience), 0.0)
-        take = (u < jnp.exp(log_accept)) & tree_.judged & tree_.valid
-        verdict = _walk_chain(tree_, log_accept, take)
-        return verdict._replace(log_next=_log_next(tree_, log_p, verdict))
+        return _walk_by_ratio(tree_, log_p, u, _log_ratio(tree_, log_p) - math.log(self.lenience))
 
     def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
         return _judge(self, tree_, log_p, keys)
@@ -219,6 +212,17 @@ def _log_ratio(tree_: TokenTree, log_p: Float[Array, "B M V"]) -> Float[Array, "
         log_qx = jnp.where(tree_.q_row < 0, 0.0, log_qx)
     possible = (log_px > -jnp.inf) & (log_qx > -jnp.inf)
     return jnp.where(possible, log_px - jnp.where(possible, log_qx, 0.0), -jnp.inf)
+
+
+def _walk_by_ratio(
+    tree_: TokenTree, log_p: Array, u: Float[Array, "B N"], log_ratio: Float[Array, "B N"]
+) -> Verdict:
+    """A trial at each node, with probability min(1, ratio), until one fails."""
+    log_accept = jnp.minimum(log_ratio, 0.0)
+    # u lies in [0, 1), so the strict test accepts with exactly that probability.
+    take = (u < jnp.exp(log_accept)) & tree_.judged & tree_.valid
+    verdict = _walk_chain(tree_, log_accept, take)
+    return verdict._replace(log_next=_log_next(tree_, log_p, verdict))
 
 
 def _walk_chain(tree_: TokenTree, log_accept: Array, take: Array) -> Verdict:

@@ -12,6 +12,7 @@ from etils import epath
 from rich import progress
 
 from specjax import config
+from specjax.checkpoints import structure
 from specjax.data import sources
 from specjax.data.sources import Example, Source
 from specjax.decode import stats, stopping
@@ -190,8 +191,8 @@ def _describe(source, loaded, examples, how: dict, settings: Settings) -> dict:
         "examples": digest.hexdigest()[:16],
         "vocabulary": loaded.vocabulary.fingerprint[:16],
         "model": repr(loaded.target),
-        "target": system.fingerprint(loaded.params.target),
-        "draft": system.fingerprint(loaded.params.draft),
+        "target": structure.fingerprint(loaded.params.target),
+        "draft": structure.fingerprint(loaded.params.draft),
         "drafter": repr(loaded.drafter),
         **{name: repr(value) for name, value in how.items()},
     }

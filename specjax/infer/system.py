@@ -1,7 +1,6 @@
 """What decodes: target, drafter, vocabulary and their weights, from what gin names."""
 
 import dataclasses
-import hashlib
 import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -165,12 +164,3 @@ def check_same_pieces(
     theirs = draft.vocabulary()
     if theirs is not None:
         vocabularies.check_same(vocabulary, theirs)
-
-
-def fingerprint(params: PyTree) -> str:
-    """Short digest of the first values of every parameter, to tell one set of weights from another."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        head = jax.device_get(jnp.ravel(leaf)[:64])
-        digest.update(repr((leaf.shape, str(leaf.dtype))).encode() + head.tobytes())
-    return digest.hexdigest()[:16]
