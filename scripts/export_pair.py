@@ -23,9 +23,8 @@ import rich
 
 from specjax import config
 from specjax.analysis import plots
-from specjax.checkpoints import int8, structure
+from specjax.checkpoints import int8, native, structure
 from specjax.models.t5 import T5
-from specjax.training import loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RUNS = "~/.cache/specjax/runs"
@@ -72,7 +71,7 @@ def export(model: T5, run: str, step: int, path: pathlib.Path) -> Exported:
     Raises:
       ValueError: no such checkpoint.
     """
-    params = loop.load_params(run, model.abstract(), step)
+    params = native.load_run(run, model.abstract(), step)
     int8.save(path, model, params, {"step": str(step)})
     _, dequantised = int8.load_model(path)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(dequantised), strict=True)

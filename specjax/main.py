@@ -25,6 +25,7 @@ config.gin beside the results.
 """
 
 import contextlib
+import functools
 import importlib
 import os
 import pathlib
@@ -51,7 +52,12 @@ flags.DEFINE_string(
     "~/.cache/specjax/jax",
     "Compiled programs are kept here from run to run; empty for none.",
 )
-flags.DEFINE_string("profile", None, "Write a profile (TensorBoard, Perfetto) of the run here.")
+flags.DEFINE_string(
+    "profile",
+    None,
+    "Write a profile (TensorBoard, Perfetto) of the run here; of bench, some rounds of every method, "
+    "from which the report then reads where their time goes, and c.",
+)
 flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not one line.")
 
 
@@ -80,8 +86,13 @@ def run() -> None:
     set_up(flags.FLAGS)
     config.parse(flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths)
     module, _, name = MODES[flags.FLAGS.run_mode].rpartition(".")
-    with _profiled(flags.FLAGS.profile):
-        gin.get_configurable(getattr(importlib.import_module(module), name))()
+    call, folder = gin.get_configurable(getattr(importlib.import_module(module), name)), None
+    if flags.FLAGS.run_mode == "bench":  # whole, it would be too large: it profiles single rounds
+        call = functools.partial(call, profile_dir=flags.FLAGS.profile)
+    else:
+        folder = flags.FLAGS.profile
+    with _profiled(folder):
+        call()
 
 
 def _profiled(folder: str | None) -> contextlib.AbstractContextManager:

@@ -23,6 +23,17 @@ REQUIRED = {
     "papers/leviathan2022_table2_ende.gin": "TARGET_CHECKPOINT_PATH DRAFT_SMALL_CHECKPOINT_PATH "
     "DRAFT_BASE_CHECKPOINT_PATH DRAFT_LARGE_CHECKPOINT_PATH VOCABULARY_PATH OUTPUT_DIR",
 }
+# Read only through files that include them.
+PARTS = (
+    "papers/leviathan2022_table2.gin",
+    "papers/leviathan2022_finetune_ende.gin",
+    "papers/leviathan2022_finetune_cnndm.gin",
+    "runs/finetune.gin",
+)
+FINETUNE = "MODEL_DIR INITIAL_CHECKPOINT_PATH MIXTURE_OR_TASK_NAME"
+for _task in ("ende", "cnndm"):
+    for _size in ("small", "base", "large", "xxl"):
+        REQUIRED[f"papers/leviathan2022_finetune_{_task}_{_size}.gin"] = "MODEL_DIR"
 REQUIRED["papers/leviathan2022_table2_cnndm.gin"] = REQUIRED["papers/leviathan2022_table2_ende.gin"]
 
 
@@ -55,8 +66,8 @@ def test_what_runs_parses_once_its_required_macros_are_set(name):
     bindings = [f"{macro}='x'" for macro in macros]
     if name.startswith("runs"):
         bindings.append("TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}")
-    if name == "papers/leviathan2022_table2.gin":
-        return  # included by the two others
+    if name in PARTS:
+        return  # included by others
     config.parse([f"configs/{name}"], bindings)
     for missing in macros:
         with pytest.raises(ValueError, match="not subsequently overridden"):
@@ -107,3 +118,24 @@ def test_table_2_compares_three_drafts_on_the_paper_s_task():
     config.parse([f"configs/{name}"], [f"{m}='x'" for m in REQUIRED[name].split()])
     assert sorted(gin.query_parameter("run.bench.drafts")) == ["T5-base", "T5-large", "T5-small"]
     assert config.macro("MIXTURE_OR_TASK_NAME") == "cnn_dailymail_v002"
+
+
+def test_fine_tuning_needs_a_model_and_says_so():
+    bindings = [f"{macro}='x'" for macro in FINETUNE.split()]
+    bindings += ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "TRAIN_STEPS=4"]
+    config.parse(["configs/models/t5_1_1_base.gin", "configs/runs/finetune.gin"], bindings)
+    with pytest.raises(ValueError, match="MODEL"):
+        config.parse(["configs/runs/finetune.gin"], bindings)
+
+
+@pytest.mark.parametrize("size", ["small", "base", "large", "xxl"])
+def test_the_papers_models_are_fine_tuned_on_the_papers_tasks(size):
+    """Target and drafts of table 2: v1.1, bfloat16 activations, each task under T5's name."""
+    for task, name in (("ende", "wmt_t2t_ende_v003"), ("cnndm", "cnn_dailymail_v002")):
+        config.parse(
+            [f"configs/papers/leviathan2022_finetune_{task}_{size}.gin"], ["MODEL_DIR='x'"]
+        )
+        assert config.macro("MIXTURE_OR_TASK_NAME") == name
+        model = config.macro("MODEL")
+        config.parse([f"configs/models/t5_1_1_{size}.gin"], ["DTYPE='bfloat16'"])
+        assert model == config.macro("MODEL")

@@ -35,6 +35,8 @@ class Toy:
     vocab_size: int = VOCAB
     eos_id: int = EOS
 
+    reads = ()
+
     def init(self, key):
         return {"logits": jax.random.normal(key, (self.vocab_size, self.vocab_size))}
 

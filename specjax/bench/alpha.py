@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from specjax.decode import processors, tree
 from specjax.decode import sampling as laws
-from specjax.decode.interfaces import Block, Model, Prompt
+from specjax.decode.interfaces import Block, Model, Prefilled, Prompt
 from specjax.decode.loop import given, newest
 from specjax.decode.sampling import Sampling
+from specjax.drafters import small_model
 from specjax.drafters.ngram import Ngram
 
 
@@ -67,21 +68,23 @@ def alpha(
     Returns:
       Sums per row. Each text is read in one block: ``[B, T, V]`` logits of both.
     """
-    log_p = teacher_forced(model, params, prompt, tokens, sampling)
+    taps, slots = () if isinstance(draft, Ngram) else draft.reads, _slots(prompt, tokens)
+    read = model.prefill(params, prompt, slots, taps=taps)
+    log_p = teacher_forced(model, params, read, tokens, sampling)
     if isinstance(draft, Ngram):
-        log_q = _ngram_law(draft, draft_params, model, params, prompt, tokens, sampling)
+        log_q = _ngram_law(draft, draft_params, read.text, tokens, sampling)
     else:
-        log_q = teacher_forced(draft, draft_params, prompt, tokens, sampling)
+        own = small_model.prefill(draft, draft_params, read, slots)
+        log_q = teacher_forced(draft, draft_params, own, tokens, sampling)
     inside = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     both = jnp.exp(jnp.minimum(log_p, log_q.astype(log_p.dtype))).sum(-1)
     return Alpha(jnp.where(inside, both, 0.0).sum(1), lengths)
 
 
 def teacher_forced(
-    model: Model, params: PyTree, prompt: Prompt, tokens: Int[Array, "B T"], sampling: Sampling
+    model: Model, params: PyTree, prefilled: Prefilled, tokens: Array, sampling: Sampling
 ) -> Float[Array, "B T V"]:
-    """The sampling law before each token of the texts."""
-    prefilled = model.prefill(params, prompt, _slots(prompt, tokens))
+    """The sampling law before each token of texts ``[B, T]`` that follow a prefill."""
     root = newest(prefilled.text)
     chain = tree.chain(tokens, jnp.ones_like(tokens, bool), None)
     whole = tree.block(chain, root)
@@ -90,8 +93,7 @@ def teacher_forced(
     return _law(logits, prefilled.text, chain, sampling)
 
 
-def _ngram_law(draft: Ngram, table, model, params, prompt, tokens, sampling) -> Array:
-    text = model.prefill(params, prompt, _slots(prompt, tokens)).text
+def _ngram_law(draft: Ngram, table, text, tokens, sampling) -> Array:
     previous = jnp.concatenate([newest(text)[:, None], tokens[:, :-1]], axis=1)
     chain = tree.chain(tokens, jnp.ones_like(tokens, bool), None)
     return _law(draft.logits(table, previous), text, chain, sampling)

@@ -22,9 +22,10 @@ from specjax.data import samples
 from specjax.data.sources import Example, Heldout, Source
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop, stats, stopping
-from specjax.decode.interfaces import Block, Drafter, Model, Params, Prompt
+from specjax.decode.interfaces import Block, Drafter, Model, Params, Prompt, Verifier
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
+from specjax.decode.verify import SpeculativeSampling
 
 # Two tokens are a near-tie when the plain program's logits differ by no more than this, relative to
 # the largest logit (or 1).
@@ -39,15 +40,22 @@ class Method:
       name: as the report calls it.
       gamma: drafted tokens per round, 0 for plain decoding.
       drafter: None for plain decoding.
+      verifier: acceptance rule.
+      draft: which of the drafts it decodes with; by default the one of its own name.
     """
 
     name: str
     gamma: int = 0
     drafter: Drafter | None = None
+    verifier: Verifier = SpeculativeSampling()
+    draft: str | None = None
 
     def pick(self, params: Params) -> Params:
-        """What it decodes with: ``params.draft`` holds every draft by the name of its method."""
-        return Params(params.target, (params.draft or {}).get(self.name))
+        """What it decodes with: ``params.draft`` holds every draft by name."""
+        return Params(params.target, (params.draft or {}).get(self.draft or self.name))
+
+    def decoder(self, runner: "Runner", eos_id: int) -> Decoder:
+        return Decoder(runner.model, runner.max_decode_len, self.drafter, self.verifier, eos_id)
 
 
 class Run(NamedTuple):
@@ -121,7 +129,7 @@ class Runner:
         ``first`` numbers the batch's first prompt, ``repeat`` the repeat: every prompt of every
         repeat has random numbers of its own, whatever the batch size.
         """
-        decoder = Decoder(self.model, self.max_decode_len, method.drafter, eos_id=self.model.eos_id)
+        decoder = method.decoder(self, self.model.eos_id)
         batch = prompt.tokens.shape[0]
         both = method.pick(params)
         ids = first + jnp.arange(batch, dtype=jnp.int32)
@@ -263,7 +271,7 @@ def round_seconds(
     keys = loop.row_keys(jax.random.key(0), jnp.arange(batch, dtype=jnp.int32))
     sampling, calls = Sampling(0.0).rows(batch), {}
     for method in methods:
-        decoder = Decoder(runner.model, runner.max_decode_len, method.drafter, eos_id=-1)
+        decoder = method.decoder(runner, eos_id=-1)
         own = method.pick(params)
         state = loop.jit_start(decoder, own, prompt, keys)
         calls[method] = functools.partial(rounds, decoder, own, state, sampling, jnp.int32(count))
@@ -272,7 +280,7 @@ def round_seconds(
 
 def free(method: Method, vocab_size: int) -> Method:
     """The same block length with drafts that cost nothing."""
-    return Method("free", method.gamma, FreeDraft(method.gamma, vocab_size))
+    return Method("free", method.gamma, FreeDraft(method.gamma, vocab_size), method.verifier)
 
 
 class Costs(NamedTuple):

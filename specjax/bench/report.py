@@ -19,6 +19,7 @@ SCHEMA_VERSION = 1
 
 COLUMNS = {
     "task": "task",
+    "method": "method",
     "batch_size": "batch",
     "temperature": "T",
     "gamma": "γ",
@@ -50,6 +51,7 @@ class Report:
       traces: per task, time lines for the trace picture.
       settings: what was asked for.
       seconds: the whole run.
+      profile: where the rounds' time goes, from a profile; empty where none was asked for.
     """
 
     rows: list[dict]
@@ -58,6 +60,7 @@ class Report:
     traces: dict
     settings: dict
     seconds: float
+    profile: list[dict] = dataclasses.field(default_factory=list)
 
     @property
     def identical(self) -> bool | None:
@@ -105,6 +108,7 @@ def write(report: Report, folder: pathlib.Path) -> None:
         "prediction_error": report.prediction_errors(),
         "alpha_prediction_gap": report.alpha_prediction_gap,
         "baseline": report.baseline,
+        "profile": report.profile,
         "rows": report.rows,
         "examples": report.examples,
     }
@@ -186,7 +190,14 @@ def cell(key: str, value) -> str:
     )
 
 
-def _cells(row: dict, columns=tuple(COLUMNS)) -> list[str]:
+def columns_of(rows: list[dict], leave_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The table's columns; the method is named where there are several that draft."""
+    one = len({row["method"] for row in rows if row["gamma"]}) < 2
+    out = (*leave_out, "method") if one else leave_out
+    return tuple(key for key in COLUMNS if key not in out)
+
+
+def _cells(row: dict, columns: tuple[str, ...]) -> list[str]:
     values = [cell(key, row.get(key)) for key in columns]
     gamma = columns.index("gamma")
     values[gamma] = f"{row['gamma']}{' *' if row['chosen'] else ''}" if row["gamma"] else "plain"
@@ -196,6 +207,7 @@ def _cells(row: dict, columns=tuple(COLUMNS)) -> list[str]:
 def markdown(report: Report, content: dict, pictures: list[str]) -> str:
     """report.json for a reader."""
     facts, lines = content["machine"], ["# Plain and speculative decoding, side by side", ""]
+    columns = columns_of(report.rows)
     lines += [
         f"{facts['cpu']}, {facts['cores']} cores; jax {content['versions']['jax']}; revision "
         f"{content['git_revision']}; {report.seconds:.0f} s.",
@@ -206,12 +218,12 @@ def markdown(report: Report, content: dict, pictures: list[str]) -> str:
         f"{report.settings.get('sentences', 0) // 2} sentences of each task with inputs of fewer than "
         f"{report.settings.get('input_length')} pieces, the first such in a fixed random order.",
         "",
-        "| " + " | ".join(COLUMNS.values()) + " |",
-        "|" + "---|" * len(COLUMNS),
+        "| " + " | ".join(COLUMNS[key] for key in columns) + " |",
+        "|" + "---|" * len(columns),
     ]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in report.rows]
+    lines += ["| " + " | ".join(_cells(row, columns)) + " |" for row in report.rows]
     lines += ["", *_prediction_lines(report), "", *_baseline_lines(report.baseline)]
-    lines += ["", *_difference_lines(report.rows)]
+    lines += ["", *_profile_lines(report.profile), "", *_difference_lines(report.rows)]
     for task, found in report.examples.items():
         scores = ", ".join(f"{name} {value:.1f}" for name, value in found["scores"].items())
         lines += ["", f"## {task}: {scores}", ""]
@@ -253,6 +265,20 @@ def _baseline_lines(baseline: dict) -> list[str]:
     ]
 
 
+def _profile_lines(profile: list[dict]) -> list[str]:
+    if not profile:
+        return []
+    names = ("method", "gamma", "batch_size", "draft", "verify", "commit", "rest", "c")
+    return [
+        "A round in milliseconds, from a profile of the compiled loop (profiling itself costs time, so "
+        "compare shares); c = draft / γ over the plain step:",
+        "",
+        "| " + " | ".join(names).replace("gamma", "γ").replace("_size", "") + " |",
+        "|" + "---|" * len(names),
+        *("| " + " | ".join(cell(n, one[n]) for n in names) + " |" for one in profile),
+    ]
+
+
 def _difference_lines(rows: list[dict]) -> list[str]:
     found = [(row, d) for row in rows for d in row["differences"]]
     compared = sum(r["sentences"] for r in rows if r["gamma"] and r["identical"] is not None)
@@ -271,9 +297,10 @@ def _difference_lines(rows: list[dict]) -> list[str]:
 def show(report: Report, console: Console, folder: pathlib.Path) -> None:
     """Prints table and examples."""
     table = Table(title="plain and speculative decoding (* γ chosen on other sentences)")
-    columns = tuple(key for key in COLUMNS if key not in NARROW)
+    columns = columns_of(report.rows, leave_out=NARROW)
     for key in columns:
-        table.add_column(COLUMNS[key], justify="left" if key == "task" else "right", no_wrap=True)
+        justify = "left" if key in ("task", "method") else "right"
+        table.add_column(COLUMNS[key], justify=justify, no_wrap=True)
     for row in report.rows:
         table.add_row(*_cells(row, columns), style="bold" if row["chosen"] else None)
     for task, found in report.examples.items():
@@ -282,7 +309,8 @@ def show(report: Report, console: Console, folder: pathlib.Path) -> None:
             console.print(f"  plain        {one['plain']}", highlight=False, markup=False)
             console.print(f"  speculative  {one['speculative']}", highlight=False, markup=False)
     console.print(table)
-    for line in (*_prediction_lines(report), *_baseline_lines(report.baseline)):
+    prose = (*_prediction_lines(report), *_baseline_lines(report.baseline))
+    for line in (*prose, *_profile_lines(report.profile)):
         console.print(line, highlight=False)
     for line in _difference_lines(report.rows):
         console.print(line, highlight=False)

@@ -15,14 +15,15 @@ from rich.console import Console
 
 from specjax import assets
 from specjax.analysis import theory
-from specjax.bench import harness, machine, report
+from specjax.bench import harness, machine, profile, report
 from specjax.bench.harness import Costs, Measured, Method, Runner, Workload
 from specjax.data.sources import Heldout, Source
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop
-from specjax.decode.interfaces import Params, Prompt
+from specjax.decode.interfaces import Params, Prompt, Verifier
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
+from specjax.decode.verify import SpeculativeSampling
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import system
 from specjax.infer.system import Checkpoint
@@ -84,6 +85,8 @@ def bench(
     target: Checkpoint | None = None,
     drafts: Mapping[str, Checkpoint] | None = None,
     sources: Sequence[Source] = (),
+    verifiers: Mapping[str, Verifier] | None = None,
+    profile_dir: str | None = None,
 ) -> report.Report:
     """Measures decoding with drafts against plain decoding.
 
@@ -95,6 +98,10 @@ def bench(
       target: the shipped pair's where none is given.
       drafts: by the name of the method in the report; the shipped pair's where no target is given.
       sources: what is decoded; the held-out samples of ``settings.tasks`` by default.
+      verifiers: further lossless acceptance rules by name; every draft is measured with each of them
+        too.
+      profile_dir: where profiles of some rounds of every method go; the report then says where a
+        round's time goes, and c from that too.
 
     Raises:
       ValueError: a checkpoint does not fit, or a source has too few examples that fit.
@@ -102,7 +109,11 @@ def bench(
         written first).
     """
     began, folder = time.perf_counter(), pathlib.Path(output_dir)
+    lossy = [name for name, rule in (verifiers or {}).items() if not rule.lossless]
+    if lossy:
+        raise ValueError(f"{', '.join(lossy)}: no lossless rule, its output is not the target's")
     contest = _shipped() if target is None else _load(target, drafts or {})
+    contest = contest._replace(verifiers=verifiers or {})
     given = tuple(sources) or tuple(Heldout(task) for task in settings.tasks)
     names = [source.name for source in given]
     if len(set(names)) < len(names):
@@ -110,7 +121,7 @@ def bench(
             f"two sources have one name, the report could not tell them apart: {names}"
         )
     with jax.default_matmul_precision("highest"):  # TF32 is no basis for comparing tokens
-        result = _measure(settings, contest, given)
+        result = _measure(settings, contest, given, profile_dir)
     result = dataclasses.replace(result, seconds=time.perf_counter() - began)
     report.write(result, folder)
     # Where no terminal says how wide it is, the table is as wide as it needs.
@@ -129,6 +140,7 @@ class Contest(NamedTuple):
       drafts: the draft models, by the name of their method.
       params: weights; ``params.draft`` by name too.
       vocabulary: of all of them.
+      verifiers: further acceptance rules, by name.
     """
 
     label: str
@@ -136,6 +148,7 @@ class Contest(NamedTuple):
     drafts: dict[str, T5]
     params: Params
     vocabulary: Vocabulary
+    verifiers: Mapping[str, Verifier] = {}
 
 
 def _shipped() -> Contest:
@@ -154,18 +167,22 @@ def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint]) -> Contest:
     return Contest(str(target.path), alone.target, models, params, alone.vocabulary)
 
 
-def _measure(settings: Settings, contest: Contest, given: Sequence[Source]) -> report.Report:
+def _measure(
+    settings: Settings, contest: Contest, given: Sequence[Source], profile_dir: str | None
+) -> report.Report:
     runner = Runner(contest.target, settings.max_decode_len, settings.seed)
     methods, params = _methods(settings, contest), contest.params
     probes = machine.bandwidth_probes()
     examples = {s.name: harness.halves(s, contest.vocabulary, settings.input_length) for s in given}
-    rows, traces, shown = [], {}, {}
+    rows, traces, shown, profiled = [], {}, {}, []
     with harness.progress() as bar:
         bar_task = bar.add_task("compiling", total=_total(settings, len(given)))
         for batch_size in settings.batch_sizes:
             bar.update(bar_task, description=f"compiling, batch {batch_size}")
             work = _workloads(settings, examples, batch_size)
             parts = _Parts.measure(runner, methods, params, work)
+            if profile_dir:
+                profiled += _profile(runner, methods, params, work, profile_dir, batch_size)
             for source, temperature in itertools.product(given, settings.temperatures):
                 task = source.name
                 title = f"{task}, T = {temperature:g}, batch {batch_size}"
@@ -188,7 +205,24 @@ def _measure(settings: Settings, contest: Contest, given: Sequence[Source]) -> r
         traces=traces,
         settings=dataclasses.asdict(settings),
         seconds=0.0,
+        profile=profiled,
     )
+
+
+def _profile(
+    runner: Runner, methods: list[Method], params: Params, work: dict, place: str, batch_size: int
+) -> list[dict]:
+    """A row of the report per method: milliseconds by scope, and c."""
+    prompt = next(iter(work.values()))["calibration"].prompts[0]
+    folder = pathlib.Path(place).expanduser() / f"batch-{batch_size}"
+    parts = profile.profile(runner, methods, params, prompt, folder)
+    plain = parts[methods[0]]
+    return [
+        {"method": m.name, "gamma": m.gamma, "batch_size": batch_size}
+        | part._asdict()
+        | {"c": profile.c(part, plain, m.gamma) if m.gamma else None}
+        for m, part in parts.items()
+    ]
 
 
 def _best_draft(methods: list[Method], rows: list[dict]) -> list[Method]:
@@ -198,9 +232,11 @@ def _best_draft(methods: list[Method], rows: list[dict]) -> list[Method]:
 
 
 def _methods(settings: Settings, contest: Contest) -> list[Method]:
+    rules = {"": SpeculativeSampling()} | {f", {n}": rule for n, rule in contest.verifiers.items()}
     drafted = [
-        Method(name, gamma, SmallModel(draft, gamma))
+        Method(name + suffix, gamma, SmallModel(draft, gamma), rule, name)
         for name, draft in contest.drafts.items()
+        for suffix, rule in rules.items()
         for gamma in sorted(settings.gammas)
         if gamma
     ]

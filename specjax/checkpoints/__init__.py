@@ -31,7 +31,7 @@ class _Format(NamedTuple):
 _LOOKED_FOR = (
     "a T5X folder (a file 'checkpoint', or checkpoint_N/)",
     "a Hugging Face folder (config.json with model.safetensors or model.safetensors.index.json)",
-    "a folder of ours (specjax.json)",
+    "a folder or training run of ours (specjax.json)",
     "an int8 file (*.safetensors)",
 )
 
@@ -41,7 +41,7 @@ def infer_config(path: str | os.PathLike) -> T5Config:
 
     Args:
       path: a T5X folder (local or ``gs://``), a Hugging Face folder, a folder that `native.save`
-        wrote, or an int8 file.
+        wrote, a training run's, or an int8 file.
 
     Raises:
       ValueError: nothing that is known lies there (the message says what was looked for), or it

@@ -1,7 +1,8 @@
-"""Our own checkpoints of parameters alone: Orbax's arrays, and the model's configuration as JSON.
+"""Our own checkpoints: Orbax's arrays (its v0 interface), and the model's configuration as JSON.
 
-A folder holds ``params/``, written by `orbax.checkpoint.StandardCheckpointer` (the v0 interface), and
-``specjax.json``, which is written last: a folder without it is an unfinished save.
+Parameters alone lie in ``params/`` beside ``specjax.json``, which is written last: a folder without it
+is an unfinished save. A training run has a ``specjax.json`` too, beside its ``checkpoints/``, and is
+loaded from the newest of them.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jaxtyping import PyTree
 from specjax.checkpoints import place, structure
 from specjax.models.t5 import T5, T5Config
 
-FORMAT = "specjax.params"
+FORMAT, RUN = "specjax.params", "specjax.run"
 VERSION = 1
 DESCRIPTION = "specjax.json"
 PARAMS = "params"
@@ -46,7 +47,12 @@ def save(path: str | os.PathLike, model: T5, params: PyTree) -> None:
         # What an unfinished save left is overwritten.
         checkpointer.save(folder / PARAMS, params, force=True)
         checkpointer.wait_until_finished()
-    content = {"format": FORMAT, "version": VERSION, "model": "t5"}
+    describe(folder, model, FORMAT)
+
+
+def describe(folder: pathlib.Path, model: T5, kind: str) -> None:
+    """Writes ``specjax.json``: what the folder is (`FORMAT` or `RUN`), and the model's configuration."""
+    content = {"format": kind, "version": VERSION, "model": "t5"}
     content |= {"config": dataclasses.asdict(model.config)}
     if jax.process_index() == 0:
         (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -61,15 +67,20 @@ def read_config(path: str | os.PathLike) -> T5Config:
     Raises:
       ValueError: no such file, or of another format or model.
     """
+    return _read(path)[1]
+
+
+def _read(path: str | os.PathLike) -> tuple[str, T5Config]:
+    """What the folder is, and the configuration."""
     file = pathlib.Path(path).expanduser() / DESCRIPTION
     if not file.is_file():
         raise ValueError(f"no such file: {file}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         found = content["format"], content["version"], content["model"]
-        if found != (FORMAT, VERSION, "t5"):
+        if found not in ((FORMAT, VERSION, "t5"), (RUN, VERSION, "t5")):
             raise ValueError(f"it is {found}, not {(FORMAT, VERSION, 't5')}")
-        return T5Config(**content["config"])
+        return found[0], T5Config(**content["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} describes no model that is known here: {error}") from None
 
@@ -80,7 +91,7 @@ def load(
     """Parameters for ``model``; Orbax puts each leaf straight on its shards.
 
     Args:
-      path: a folder that `save` wrote.
+      path: a folder that `save` wrote, or a training run's.
       model: its configuration must fit the arrays.
       dtype: type of the parameters returned.
       shardings: see `place.targets`; without them all leaves lie on the first local device.
@@ -96,7 +107,9 @@ def load(
         # Orbax would otherwise ask for the devices that the parameters were saved from.
         shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = place.targets(model, dtype, shardings)
-    read_config(path)  # of another format: refused before Orbax looks at it
+    kind, _ = _read(path)  # of another format: refused before Orbax looks at it
+    if kind == RUN:
+        return load_run(path, structure.unflatten(wanted))
     folder = pathlib.Path(path).expanduser().resolve() / PARAMS
     with ocp.StandardCheckpointer() as checkpointer:
         found = _shapes(checkpointer, folder)
@@ -106,6 +119,32 @@ def load(
         except Exception as error:  # of damaged data Orbax raises nothing narrower
             reason = _first_line(error.__cause__ or error)
             raise ValueError(f"{folder} cannot be read: {reason}") from error
+
+
+def load_run(path: str | os.PathLike, abstract: PyTree, step: int | None = None) -> PyTree:
+    """Parameters of a training run's newest (or given) checkpoint.
+
+    Args:
+      path: the run's folder.
+      abstract: shapes and types the caller expects; anything else is an error.
+      step: a saved step, the newest by default.
+
+    Raises:
+      ValueError: no such checkpoint.
+    """
+    folder = pathlib.Path(path).expanduser().resolve() / "checkpoints"
+    if not folder.is_dir():
+        raise ValueError(f"no checkpoints in {folder}")
+    with ocp.CheckpointManager(folder) as manager:
+        step = manager.latest_step() if step is None else step
+        if step not in manager.all_steps():
+            raise ValueError(f"no checkpoint of step {step} in {folder}: {manager.all_steps()}")
+        args = ocp.args.PyTreeRestore(
+            {"params": abstract},
+            partial_restore=True,
+            restore_args=ocp.checkpoint_utils.construct_restore_args({"params": abstract}),
+        )
+        return manager.restore(step, args=ocp.args.Composite(state=args))["state"]["params"]
 
 
 def _shapes(checkpointer: ocp.StandardCheckpointer, folder: pathlib.Path) -> dict[str, Any]:

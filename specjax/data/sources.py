@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from etils import epath
 
-from specjax.data import metrics, samples
+from specjax.data import metrics, samples, seqio_batches
 from specjax.data.vocabulary import Vocabulary
 
 METRICS = {"bleu": metrics.bleu, "rouge": metrics.rouge}
@@ -176,23 +175,16 @@ class SeqioTask:
 
     name: str
     split: str = "test"
-    modules: tuple[str, ...] = ("specjax.data.tasks", "specjax.data.t5_tasks")
+    modules: tuple[str, ...] = seqio_batches.MODULES
     use_cached: bool = False
     limit: int | None = None
 
     @functools.cached_property
     def _task(self) -> Any:
-        import seqio
-
-        for module in self.modules:
-            importlib.import_module(module)
-        try:
-            return seqio.TaskRegistry.get(self.name)
-        except ValueError:
-            known = ", ".join(sorted(seqio.TaskRegistry.names())) or "none"
-            raise ValueError(
-                f"no seqio task {self.name!r} in {', '.join(self.modules)}; registered are {known}"
-            ) from None
+        found = seqio_batches.find(self.name, self.modules)
+        if not hasattr(found, "predict_metric_fns"):
+            raise ValueError(f"{self.name} is a mixture; name one of its tasks")
+        return found
 
     def read(self, vocabulary: Vocabulary) -> list[Example]:
         theirs = self._task.output_features["targets"].vocabulary

@@ -75,8 +75,8 @@ def generate(
       `Decoded`.
 
     Raises:
-      ValueError: sampling values out of range, a negative length, lengths of a prefix that do not
-        fit it, a stop sequence without ids, or a verifier that does not fit.
+      ValueError: sampling values out of range, a negative length, lengths of prompt or prefix that do
+        not fit it, a stop sequence without ids, or a verifier that does not fit.
     """
     decoder, both, state, rows = _prepare(
         model,
@@ -181,10 +181,20 @@ def _check(prompt: Prompt, max_decode_len: int, num_decodes: int | None) -> None
         raise ValueError(f"max_decode_len must not be negative, got {max_decode_len}")
     if num_decodes is not None and num_decodes < 1:
         raise ValueError(f"num_decodes must be at least 1, got {num_decodes}")
+    _check_lengths("prompt", prompt, 1)
     if prompt.prefix is None:
         return
-    (batch, width), length = prompt.prefix.tokens.shape, prompt.prefix.length
-    if batch != prompt.tokens.shape[0] or length.shape != (batch,):
+    batch = prompt.prefix.tokens.shape[0]
+    if batch != prompt.tokens.shape[0]:
         raise ValueError(f"a prefix of {batch} rows for {prompt.tokens.shape[0]} prompts")
-    if not isinstance(length, jax.core.Tracer) and np.any((length < 0) | (length > width)):
-        raise ValueError(f"prefix lengths must lie in 0 .. {width}, got {np.asarray(length)}")
+    _check_lengths("prefix", prompt.prefix, 0)
+
+
+def _check_lengths(what: str, prompt: Prompt, least: int) -> None:
+    (batch, width), length = prompt.tokens.shape, prompt.length
+    if length.shape != (batch,):
+        raise ValueError(f"{what} tokens of {batch} rows, but lengths of shape {length.shape}")
+    if isinstance(length, jax.core.Tracer):
+        return
+    if np.any((length < least) | (length > width)):
+        raise ValueError(f"{what} lengths must lie in {least} .. {width}, got {np.asarray(length)}")

@@ -188,9 +188,16 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class Model(Protocol):
-    """A target or draft model. ``extend`` never writes the cache; ``commit`` is its only writer."""
+    """A target or draft model. ``extend`` never writes the cache; ``commit`` is its only writer.
+
+    Attributes:
+      eos_id: the end of a text.
+      reads: taps of the target's prefill that this model's prefill takes as keywords, if it is a
+        draft that shares some part of the target; () for a model on its own.
+    """
 
     eos_id: int
+    reads: tuple[str, ...]
 
     def init(self, key: Key[Array, ""]) -> PyTree:
         """Fresh parameters."""
@@ -237,7 +244,7 @@ class Drafter(Protocol):
     Attributes:
       depth: the deepest path it proposes.
       nodes: the number of nodes of its trees.
-      taps: the target's hidden states it wants.
+      taps: the target's hidden states it wants, from its prefill or its steps as they have them.
       reach: how many slots past the text its own cache may touch.
     """
 

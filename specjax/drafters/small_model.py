@@ -1,7 +1,8 @@
 """Drafting with a small autoregressive model: gamma tokens, one after the other.
 
 References:
-  Leviathan et al. 2023 (2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), algorithm 2.
+  Leviathan et al. 2023 (2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), algorithm 2;
+  Gandhi et al. 2023, Distil-Whisper (2311.00430), for a draft that shares the target's encoder.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PyTree
 
 from specjax.decode import processors, tree
 from specjax.decode import sampling as laws
@@ -37,14 +38,12 @@ class SmallModel:
 
     Attributes:
       model: the draft; ``params.draft`` are its parameters. An encoder-decoder reads the prompt
-        with its own encoder.
+        with its own encoder, or shares the target's (`Model.reads`), as Distil-Whisper does.
       gamma: tokens per round, at least 1.
     """
 
     model: Model
     gamma: int = 5
-
-    taps = ()
 
     def __post_init__(self):
         if self.gamma < 1:
@@ -57,12 +56,16 @@ class SmallModel:
     nodes = depth
 
     @property
+    def taps(self) -> tuple[str, ...]:
+        return self.model.reads
+
+    @property
     def reach(self) -> int:
         """Slots past the target's: the first block is two tokens wide."""
         return 2
 
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> DraftState:
-        cache = self.model.prefill(params.draft, prefilled.prompt, slots).cache
+        cache = prefill(self.model, params.draft, prefilled, slots).cache
         return DraftState(cache, self.model.open(prefilled.text.length.shape[0], self.gamma + 1))
 
     def propose(
@@ -117,6 +120,12 @@ class SmallModel:
 
     def rewind(self, state: DraftState, length: Int[Array, "B"]) -> DraftState:
         return state._replace(cache=self.model.rewind(state.cache, length - 1))
+
+
+def prefill(model: Model, params: PyTree, target: Prefilled, slots: int) -> Prefilled:
+    """A draft's own prefill, which takes from the target's what the draft shares with it."""
+    shared = {name: target.taps[name] for name in model.reads}
+    return model.prefill(params, target.prompt, slots, **shared)
 
 
 def _first_block(text: Text, lag: Int[Array, "B"], gamma: int) -> Block:

@@ -7,13 +7,15 @@ Weights are stored ``[out, in]`` (the leaf is called ``weight``, as in PyTorch; 
 its transpose). For decoding on a CPU they can be laid out in tiles, see `tile`.
 """
 
+import itertools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 # Outputs per tile of a tiled weight: the widest that divides the outputs is taken.
 TILES = (64, 32, 16)
@@ -126,9 +128,37 @@ def join_heads(x: Float[Array, "B H M D"]) -> Float[Array, "B M HD"]:
     return x.reshape(*x.shape[:2], -1)
 
 
+def keep(x: Array) -> Array:
+    """No dropout: every decode, and training without."""
+    return x
+
+
+def dropout(key: Key[Array, ""], rate: float) -> Callable[[Array], Array]:
+    """T5X's dropout: a feature is dropped for all tokens of a sequence alike, an attention weight for
+    all its queries; each call draws anew.
+
+    Args:
+      key: of one training step.
+      rate: share of what is dropped, in [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"the dropout rate must lie in [0, 1), got {rate}")
+    if rate == 0:
+        return keep
+    calls = itertools.count()
+
+    def drop(x: Array) -> Array:
+        shape = (*x.shape[:-2], 1, x.shape[-1])
+        kept = jax.random.bernoulli(jax.random.fold_in(key, next(calls)), 1 - rate, shape)
+        return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+    return drop
+
+
 def attend(
     query: Float[Array, "B H M D"],
     sources: list[tuple[Array, Array, Array]],
+    drop: Callable[[Array], Array] = keep,
 ) -> Float[Array, "B H M D"]:
     """Attention with one softmax over several key/value sources, e.g. the cache and open slots.
 
@@ -138,6 +168,7 @@ def attend(
       query: ``[B, H, M, D]``.
       sources: (key ``[B, H, S, D]``, value ``[B, H, S, D]``, bias ``[B or 1, H or 1, M or 1, S]``);
         the bias holds -inf where the source may not be read.
+      drop: of the weights.
 
     Returns:
       ``[B, H, M, D]`` in the query's type; the softmax is in at least float32.
@@ -148,6 +179,7 @@ def attend(
         for key, _, bias in sources
     ]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(query.dtype)
+    weights = drop(weights)
     edges = np.cumsum([key.shape[2] for key, _, _ in sources])[:-1]
     parts = jnp.split(weights, edges, axis=-1)
     out = [

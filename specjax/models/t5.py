@@ -43,6 +43,8 @@ class T5Config:
       mlp_activations: ("gelu", "linear") for v1.1, ("relu",) for v1.0.
       logits_via_embedding: tied output layer with the factor d^-1/2 (v1.0).
       shared_relative_bias: one bias per stack (T5), or one per layer (scanned T5X, umT5).
+      encoded_dim: for a decoder without an encoder, the width of the encoder output it reads, which
+        another model made (a draft that shares its target's encoder).
       relative_buckets, max_distance: relative-position buckets.
       dtype: activations and K/V. Logits are float32 at least.
     """
@@ -62,12 +64,18 @@ class T5Config:
     norm_eps: float = 1e-6
     dtype: str = "float32"
     eos_id: int = 1
+    encoded_dim: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
         unknown = set(self.mlp_activations) - set(ACTIVATIONS)
         if unknown:
             raise ValueError(f"unknown activations {sorted(unknown)}; known: {sorted(ACTIVATIONS)}")
+        if self.encoded_dim is not None and self.num_encoder_layers:
+            raise ValueError(
+                f"encoded_dim {self.encoded_dim} says that another model encodes, but there are "
+                f"{self.num_encoder_layers} encoder layers; make them 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +94,11 @@ class T5:
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Taps of another model's prefill that this one's `prefill` takes."""
+        return () if self.config.encoded_dim is None else ("encoded",)
 
     # Parameters.
 
@@ -124,18 +137,43 @@ class T5:
 
     # Decoding.
 
-    def prefill(self, params: PyTree, prompt: Prompt, slots: int, *, taps=()) -> Prefilled:
-        """Runs the encoder and prepares cross-attention; the text is start token and prefix."""
-        del taps  # the first round has no decoder state yet
+    def prefill(
+        self, params: PyTree, prompt: Prompt, slots: int, *, taps=(), encoded=None
+    ) -> Prefilled:
+        """Runs the encoder and prepares cross-attention; the text is start token and prefix.
+
+        Its one tap is ``encoded``, the encoder's output ``[B, L, d]``: the first round has no
+        decoder state yet. A model that shares another's encoder is given that output.
+        """
         config, batch = self.config, prompt.tokens.shape[0]
         mask = jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)[None] < prompt.length[:, None]
-        encoded = encode(config, params, prompt.tokens, mask)
+        encoded = self.encode(params, prompt.tokens, mask, encoded)
         cross = tuple(cross_kv(config, layer, encoded) for layer in _stack(params["decoder"]))
         shape = (batch, config.num_heads, slots, config.head_dim)
         kv = caches.empty_kv(config.num_decoder_layers, shape, config.dtype)
         cache = Cache(kv, jnp.zeros(batch, jnp.int32), cross, mask)
         cache, text = prefix.force(self, params, cache, prompt, slots, self.start_id)
-        return Prefilled(cache, text, {}, prompt)
+        return Prefilled(cache, text, {"encoded": encoded} if "encoded" in taps else {}, prompt)
+
+    def encode(
+        self, params: PyTree, tokens, mask, encoded=None, drop=layers.keep
+    ) -> Float[Array, "B L d"]:
+        """The encoder's output; for a model without encoder the one that it is given.
+
+        Raises:
+          ValueError: it has none, and is given none or one of another width.
+        """
+        width = self.config.encoded_dim
+        if width is None:
+            return encode(self.config, params, tokens, mask, drop)
+        if encoded is None:
+            raise ValueError("this T5 has no encoder: it needs its target's output (encoded_dim)")
+        if encoded.shape[-1] != width:
+            raise ValueError(
+                f"this T5 reads an encoder output of width {width} (encoded_dim), but the target's"
+                f" has {encoded.shape[-1]}"
+            )
+        return encoded
 
     def open(self, batch: int, width: int) -> Open:
         config = self.config
@@ -185,7 +223,8 @@ class T5:
         x = layers.rms_norm(x, params["decoder"]["decoder_norm"]["scale"], config.norm_eps)
         seen["final"] = x
         logits = project_logits(config, params, x[:, logits_from:])
-        return Extended(logits, {name: seen[name] for name in taps}, Open(tuple(kv), open_position))
+        given = {name: seen[name] for name in taps if name != "encoded"}  # that came by prefill
+        return Extended(logits, given, Open(tuple(kv), open_position))
 
     def commit(self, cache: Cache, open: Open, keep, count) -> Cache:
         return caches.commit(cache, open, keep, count)
@@ -201,55 +240,71 @@ class T5:
         inputs: Int[Array, "B L"],
         input_mask: Bool[Array, "B L"],
         decoder_inputs: Int[Array, "B T"],
+        encoded: Float[Array, "B L d"] | None = None,
+        drop: Callable[[Array], Array] = layers.keep,
     ) -> Float[Array, "B T V"]:
-        """Teacher-forced logits of every decoder position; ``decoder_inputs`` begin with start."""
+        """Teacher-forced logits of every decoder position; ``decoder_inputs`` begin with start.
+
+        ``encoded`` is the output of `encode`, where that is at hand, or must come from another model.
+        ``drop`` stands where T5X has dropout.
+        """
         config = self.config
-        encoded = encode(config, params, inputs, input_mask)
+        if encoded is None:
+            encoded = self.encode(params, inputs, input_mask, drop=drop)
         cross_bias = layers.mask_bias(input_mask)[:, None, None]
         steps = jnp.arange(decoder_inputs.shape[1], dtype=jnp.int32)
         relative = (steps[None] - steps[:, None])[None]
         causal = layers.mask_bias(relative <= 0)[:, None]
-        x = embed(config, params, decoder_inputs)
+        x = drop(embed(config, params, decoder_inputs))
         stack = params["decoder"]
         for layer in _stack(stack):
             bias = _bias(config, stack, layer, relative, bidirectional=False) + causal
-            self_attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)])  # noqa: E731
+            self_attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)], drop)  # noqa: E731
             cross = (*cross_kv(config, layer, encoded), cross_bias)
-            x = decoder_layer(config, layer, x, self_attend, cross)
+            x = decoder_layer(config, layer, x, self_attend, cross, drop)
         x = layers.rms_norm(x, stack["decoder_norm"]["scale"], config.norm_eps)
-        return project_logits(config, params, x)
+        return project_logits(config, params, drop(x))
 
 
 def encode(
-    config: T5Config, params: PyTree, tokens: Int[Array, "B L"], mask: Bool[Array, "B L"]
+    config: T5Config,
+    params: PyTree,
+    tokens: Int[Array, "B L"],
+    mask: Bool[Array, "B L"],
+    drop: Callable[[Array], Array] = layers.keep,
 ) -> Float[Array, "B L d"]:
     """The encoder's output, normed."""
     stack = params["encoder"]
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     relative = (steps[None] - steps[:, None])[None]
     padding = layers.mask_bias(mask)[:, None, None]
-    x = embed(config, params, tokens)
+    x = drop(embed(config, params, tokens))
     for layer in _stack(stack):
         bias = _bias(config, stack, layer, relative, bidirectional=True) + padding
         y = layers.rms_norm(x, layer["pre_attention_layer_norm"]["scale"], config.norm_eps)
-        attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)])  # noqa: E731
-        x = x + self_attention(config, layer["attention"], y, attend)
-        x = x + feed_forward(config, layer, x)
-    return layers.rms_norm(x, stack["encoder_norm"]["scale"], config.norm_eps)
+        attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)], drop)  # noqa: E731
+        x = x + drop(self_attention(config, layer["attention"], y, attend))
+        x = x + drop(feed_forward(config, layer, x, drop))
+    return drop(layers.rms_norm(x, stack["encoder_norm"]["scale"], config.norm_eps))
 
 
 def decoder_layer(
-    config: T5Config, layer: PyTree, x: Float[Array, "B M d"], self_attend: Callable, cross: tuple
+    config: T5Config,
+    layer: PyTree,
+    x: Float[Array, "B M d"],
+    self_attend: Callable,
+    cross: tuple,
+    drop: Callable[[Array], Array] = layers.keep,
 ) -> Float[Array, "B M d"]:
     """Self-attention (as the caller arranges it), cross-attention, feed-forward."""
     y = layers.rms_norm(x, layer["pre_self_attention_layer_norm"]["scale"], config.norm_eps)
-    x = x + self_attention(config, layer["self_attention"], y, self_attend)
+    x = x + drop(self_attention(config, layer["self_attention"], y, self_attend))
     y = layers.rms_norm(x, layer["pre_cross_attention_layer_norm"]["scale"], config.norm_eps)
     weights = layer["encoder_decoder_attention"]
     query = layers.split_heads(layers.linear(y, weights["query"]["weight"]), config.num_heads)
-    read = layers.join_heads(layers.attend(query, [cross]))
-    x = x + layers.linear(read, weights["out"]["weight"])
-    return x + feed_forward(config, layer, x)
+    read = layers.join_heads(layers.attend(query, [cross], drop))
+    x = x + drop(layers.linear(read, weights["out"]["weight"]))
+    return x + drop(feed_forward(config, layer, x, drop))
 
 
 def self_attention(config: T5Config, weights: PyTree, y: Array, attend: Callable) -> Array:
@@ -269,7 +324,12 @@ def cross_kv(config: T5Config, layer: PyTree, encoded: Float[Array, "B L d"]) ->
     )
 
 
-def feed_forward(config: T5Config, layer: PyTree, x: Float[Array, "B M d"]) -> Array:
+def feed_forward(
+    config: T5Config,
+    layer: PyTree,
+    x: Float[Array, "B M d"],
+    drop: Callable[[Array], Array] = layers.keep,
+) -> Array:
     """Normed, gated feed-forward layer (without the residual)."""
     y = layers.rms_norm(x, layer["pre_mlp_layer_norm"]["scale"], config.norm_eps)
     weights, names = layer["mlp"], _mlp_inputs(config)
@@ -277,7 +337,7 @@ def feed_forward(config: T5Config, layer: PyTree, x: Float[Array, "B M d"]) -> A
         ACTIVATIONS[activation](layers.linear(y, weights[name]["weight"]))
         for name, activation in zip(names, config.mlp_activations, strict=True)
     ]
-    return layers.linear(math.prod(hidden[1:], start=hidden[0]), weights["wo"]["weight"])
+    return layers.linear(drop(math.prod(hidden[1:], start=hidden[0])), weights["wo"]["weight"])
 
 
 def embed(config: T5Config, params: PyTree, tokens: Int[Array, "B M"]) -> Float[Array, "B M d"]:
@@ -344,11 +404,14 @@ def parameter_table(config: T5Config) -> PyTree[tuple]:
     # T5X initialises embeddings with deviation 1.0
     unit, ones = initializers.normal(1.0), initializers.ones
 
+    # cross-attention's keys and values read another model's width where it encodes
+    memory = c.emb_dim if c.encoded_dim is None else c.encoded_dim
+
     def weight(out, out_axis, inp, in_axis, init=fan_in):
         return {"weight": ((out, inp), (out_axis, in_axis), init)}
 
-    def attention():
-        project = {n: weight(joined, "joined_kv", c.emb_dim, "embed") for n in ("key", "value")}
+    def attention(read: int):
+        project = {n: weight(joined, "joined_kv", read, "embed") for n in ("key", "value")}
         project["query"] = weight(joined, "joined_kv", c.emb_dim, "embed", query)
         return project | {"out": weight(c.emb_dim, "embed", joined, "joined_kv")}
 
@@ -361,7 +424,8 @@ def parameter_table(config: T5Config) -> PyTree[tuple]:
         return {"rel_embedding": (shape, ("heads", "relpos_buckets"), scale)}
 
     def layer(attentions: dict[str, str]):
-        out = {name: attention() for name in attentions}
+        cross = "encoder_decoder_attention"
+        out = {name: attention(memory if name == cross else c.emb_dim) for name in attentions}
         out |= {
             f"pre_{norm_name}": norm() for norm_name in (*attentions.values(), "mlp_layer_norm")
         }
@@ -385,8 +449,7 @@ def parameter_table(config: T5Config) -> PyTree[tuple]:
     if not c.logits_via_embedding:
         decoder["logits_dense"] = weight(c.vocab_size, "vocab", c.emb_dim, "embed")
     embedding = ((c.vocab_size, c.emb_dim), ("vocab", "embed"), unit)
-    return {
-        "token_embedder": {"embedding": embedding},
-        "encoder": encoder,
-        "decoder": decoder,
-    }
+    table = {"token_embedder": {"embedding": embedding}, "encoder": encoder, "decoder": decoder}
+    if c.encoded_dim is not None:
+        del table["encoder"]
+    return table

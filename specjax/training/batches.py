@@ -33,9 +33,6 @@ class TokenPairs:
     def __add__(self, other: "TokenPairs") -> "TokenPairs":
         return TokenPairs([*self.inputs, *other.inputs], [*self.targets, *other.targets])
 
-    def __mul__(self, times: int) -> "TokenPairs":
-        return TokenPairs(list(self.inputs) * times, list(self.targets) * times)
-
     def cut(self, limit: int | None) -> "TokenPairs":
         """Inputs of at most ``limit`` tokens; a cut one keeps its EOS."""
         if limit is None:
@@ -119,18 +116,42 @@ class Seq2SeqBatches:
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
         """The batch at a position (any non-negative integer; epochs follow one another)."""
+        return self.pad(*self.members(position))
+
+    def members(self, position: int) -> tuple[tuple[int, int], np.ndarray]:
+        """The shape of the batch at a position, and indices into ``pairs`` of its examples."""
         epoch, index = divmod(position, len(self))
-        shape, members = self._epoch(epoch)[index]
-        return self._pad(shape, members)
+        return self._epoch(epoch)[index]
 
     @functools.cached_property
     def pairs(self) -> TokenPairs:
-        options = zip(self.files, self.weights, self.input_limits, strict=True)
-        loaded = [load_pairs(file).cut(limit) * weight for file, weight, limit in options]
-        return functools.reduce(lambda a, b: a + b, loaded)
+        """All examples, each as often as its file's weight says."""
+        read = self.originals_pairs
+        index = self.originals
+        return TokenPairs([read.inputs[i] for i in index], [read.targets[i] for i in index])
 
     @functools.cached_property
-    def _buckets(self) -> dict[tuple[int, int], np.ndarray]:
+    def originals_pairs(self) -> TokenPairs:
+        """All examples, each once."""
+        return functools.reduce(lambda a, b: a + b, self._loaded)
+
+    @functools.cached_property
+    def originals(self) -> np.ndarray:
+        """For each of ``pairs`` its index in ``originals_pairs``."""
+        found, start = [], 0
+        for loaded, weight in zip(self._loaded, self.weights, strict=True):
+            found.append(np.tile(np.arange(start, start + len(loaded)), weight))
+            start += len(loaded)
+        return np.concatenate(found)
+
+    @functools.cached_property
+    def _loaded(self) -> list[TokenPairs]:
+        options = zip(self.files, self.input_limits, strict=True)
+        return [load_pairs(file).cut(limit) for file, limit in options]
+
+    @functools.cached_property
+    def buckets(self) -> dict[tuple[int, int], np.ndarray]:
+        """Indices into ``pairs`` by shape."""
         lengths = np.array([list(map(len, self.pairs.inputs)), list(map(len, self.pairs.targets))])
         fits = np.array([(lengths <= np.array(s)[:, None]).all(0) for s in self.shapes])
         first = np.where(fits.any(0), fits.argmax(0), -1)
@@ -142,7 +163,8 @@ class Seq2SeqBatches:
     def rows(self, shape: tuple[int, int]) -> int:
         return max(1, self.tokens // sum(shape))
 
-    def _pad(self, shape: tuple[int, int], members: np.ndarray) -> dict[str, np.ndarray]:
+    def pad(self, shape: tuple[int, int], members: np.ndarray) -> dict[str, np.ndarray]:
+        """The batch of these examples, padded to a shape."""
         inputs = np.zeros((self.rows(shape), shape[0]), np.int32)
         targets = np.zeros((self.rows(shape), shape[1]), np.int32)
         weights = np.zeros(targets.shape, np.float32)
@@ -167,7 +189,7 @@ def _epoch(source: Seq2SeqBatches, epoch: int) -> list[tuple[tuple[int, int], np
     """The epoch's batches: members shuffled within buckets, then batches shuffled."""
     rng = np.random.default_rng((source.seed, epoch))
     batches = []
-    for shape, members in source._buckets.items():
+    for shape, members in source.buckets.items():
         shuffled = rng.permutation(members)
         rows = source.rows(shape)
         batches += [(shape, shuffled[i : i + rows]) for i in range(0, len(shuffled), rows)]

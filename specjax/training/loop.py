@@ -10,8 +10,8 @@ import json
 import pathlib
 import signal
 import time
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,17 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Int, Key, PyTree
 from rich import progress as rich_progress
 
+from specjax.checkpoints import native
+
 
 class Recipe(Protocol):
-    """What is trained, and on which loss."""
+    """What is trained, and on which loss.
+
+    Attributes:
+      model: whose parameters are trained.
+    """
+
+    model: Any
 
     def init(self, key: Key[Array, ""]) -> PyTree:
         """Parameters to start from."""
@@ -31,6 +39,10 @@ class Recipe(Protocol):
 
     def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
         """(summed loss, sums to report: at least ``tokens``, by which the others are divided)."""
+        ...
+
+    def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
+        """The sums on held-out data, without any noise."""
         ...
 
 
@@ -88,6 +100,20 @@ def adam(schedule: Schedule, clip: float = 1.0) -> optax.GradientTransformation:
     )
 
 
+def adafactor(schedule: Schedule) -> optax.GradientTransformation:
+    """Adafactor as T5X fine-tunes with: step relative to the array's scale, no momentum.
+
+    Memory of the second moments is that of rows and columns, which is what fits T5-XXL on a slice.
+
+    References:
+      Shazeer and Stern 2018 (1804.04235), algorithms 4 and 5 with decay exponent 0.8.
+    """
+    return optax.adafactor(schedule, decay_rate=0.8, multiply_by_parameter_scale=True)
+
+
+OPTIMIZERS = {"adam": adam, "adafactor": adafactor}
+
+
 def train(
     recipe: Recipe,
     batches: Batches,
@@ -98,7 +124,8 @@ def train(
     checkpoint_period: int = 200,
     evaluation_period: int = 400,
     log_period: int = 20,
-    initial_params: PyTree | None = None,
+    initial_params: PyTree | Callable[[], PyTree] | None = None,
+    optimizer: str = "adam",
 ) -> TrainState:
     """Trains to ``schedule.steps``, or until SIGTERM, which saves and returns.
 
@@ -113,13 +140,19 @@ def train(
       validation: name to data; all batches of each are read at every evaluation.
       seed: initial parameters and noise.
       checkpoint_period, evaluation_period, log_period: in steps.
-      initial_params: start from these instead of ``recipe.init``.
+      initial_params: start from these, or from what this returns, instead of ``recipe.init``.
+      optimizer: "adam" or "adafactor".
 
     Returns:
       The last state.
+
+    Raises:
+      ValueError: there is no such optimizer.
     """
     folder = pathlib.Path(output_dir).expanduser().resolve()
-    optimizer = adam(schedule)
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}, known are {', '.join(OPTIMIZERS)}")
+    update = OPTIMIZERS[optimizer](schedule)
     every = _Periods(checkpoint_period, evaluation_period, log_period)
     with (
         ocp.CheckpointManager(folder / "checkpoints", options=_options()) as manager,
@@ -127,8 +160,9 @@ def train(
         _stop_signal() as stopped,
         _progress() as bar,
     ):
-        state = _start(recipe, optimizer, manager, seed, initial_params)
-        run_step = make_step(recipe, optimizer)
+        state = _start(recipe, update, manager, seed, initial_params)
+        native.describe(folder, recipe.model, native.RUN)
+        run_step = make_step(recipe, update)
         evaluate = make_evaluation(recipe, validation or {})
         task = bar.add_task("training", total=schedule.steps, loss="")
         meter = _Meter()
@@ -194,7 +228,7 @@ def make_step(recipe: Recipe, optimizer: optax.GradientTransformation):
 
 def make_evaluation(recipe: Recipe, data: Mapping[str, Batches]):
     """Returns ``evaluate(params) -> {name: averages}`` over all batches of each data set."""
-    loss = jax.jit(lambda params, batch: recipe.loss(params, batch, jax.random.key(0))[1])
+    loss = jax.jit(recipe.evaluate)
 
     def evaluate(params: PyTree) -> dict[str, dict[str, float]]:
         out = {}
@@ -223,32 +257,6 @@ def save(manager: ocp.CheckpointManager, state: TrainState) -> None:
     manager.save(step, args=ocp.args.Composite(**items))
 
 
-def load_params(output_dir: str, abstract: PyTree, step: int | None = None) -> PyTree:
-    """Parameters of a run's newest (or given) checkpoint.
-
-    Args:
-      output_dir: the run's folder.
-      abstract: shapes and types the caller expects; anything else is an error.
-      step: a saved step, the newest by default.
-
-    Raises:
-      ValueError: no such checkpoint.
-    """
-    folder = pathlib.Path(output_dir).expanduser().resolve() / "checkpoints"
-    if not folder.is_dir():
-        raise ValueError(f"no checkpoints in {folder}")
-    with ocp.CheckpointManager(folder) as manager:
-        step = manager.latest_step() if step is None else step
-        if step not in manager.all_steps():
-            raise ValueError(f"no checkpoint of step {step} in {folder}: {manager.all_steps()}")
-        args = ocp.args.PyTreeRestore(
-            {"params": abstract},
-            partial_restore=True,
-            restore_args=ocp.checkpoint_utils.construct_restore_args({"params": abstract}),
-        )
-        return manager.restore(step, args=ocp.args.Composite(state=args))["state"]["params"]
-
-
 def _start(recipe, optimizer, manager, seed, initial_params) -> TrainState:
     key = jax.random.key(seed)
 
@@ -258,6 +266,8 @@ def _start(recipe, optimizer, manager, seed, initial_params) -> TrainState:
         return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), noise)
 
     if manager.latest_step() is None:
+        if callable(initial_params):
+            initial_params = initial_params()
         # A copy: the step donates its state, and the caller may still need what it passed in.
         return jax.jit(fresh)(jax.tree.map(jnp.copy, initial_params))
     abstract = jax.eval_shape(fresh)._asdict()

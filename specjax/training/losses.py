@@ -13,6 +13,11 @@ def cross_entropy(
     return ((jax.nn.logsumexp(logits, axis=-1) - picked) * weights).sum()
 
 
+def z_loss(logits: Float[Array, "B T V"], weights: Float[Array, "B T"]) -> Float[Array, ""]:
+    """Summed squares of the logits' log-normaliser, which T5X keeps near 0 (times 1e-4)."""
+    return (jnp.square(jax.nn.logsumexp(logits, axis=-1)) * weights).sum()
+
+
 def correct(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:

@@ -4,26 +4,52 @@ import dataclasses
 
 from jaxtyping import Array, Key, PyTree
 
+from specjax import checkpoints
+from specjax.models import layers
 from specjax.models.t5 import T5
 from specjax.training import losses
 
 
 @dataclasses.dataclass(frozen=True)
 class Seq2Seq:
-    """Teacher-forced cross-entropy; see `specjax.training.loop.Recipe`."""
+    """Teacher-forced cross-entropy; see `specjax.training.loop.Recipe`.
+
+    Attributes:
+      model: what is trained.
+      dropout_rate: T5X's dropout; 0.1 when fine-tuning.
+      z_loss: weight of `losses.z_loss` in what is minimised (the reported loss is without it).
+    """
 
     model: T5
+    dropout_rate: float = 0.0
+    z_loss: float = 0.0
 
     def init(self, key: Key[Array, ""]) -> PyTree:
         return self.model.init(key)
 
     def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
-        """Summed loss and the sums it is reported by."""
-        del key  # no dropout, no noise
-        logits = self.model.forward(
-            params, batch["inputs"], batch["input_mask"], batch["decoder_inputs"]
-        )
+        """What is minimised, summed, and the sums that are reported."""
+        return self._loss(params, batch, layers.dropout(key, self.dropout_rate))
+
+    def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
+        """The same sums without dropout."""
+        return self._loss(params, batch, layers.keep)[1]
+
+    def _loss(self, params: PyTree, batch: dict, drop) -> tuple[Array, dict]:
+        inputs = (batch["inputs"], batch["input_mask"], batch["decoder_inputs"])
+        logits = self.model.forward(params, *inputs, drop=drop)
         targets, weights = batch["targets"], batch["weights"]
-        total = losses.cross_entropy(logits, targets, weights)
+        entropy = losses.cross_entropy(logits, targets, weights)
         right = losses.correct(logits, targets, weights)
-        return total, {"loss": total, "accuracy": right, "tokens": weights.sum()}
+        total = entropy + self.z_loss * losses.z_loss(logits, weights) if self.z_loss else entropy
+        return total, {"loss": entropy, "accuracy": right, "tokens": weights.sum()}
+
+
+def pretrained(model: T5, path: str) -> PyTree:
+    """Parameters to fine-tune, in float32, from any checkpoint that `checkpoints.load_any` reads.
+
+    Args:
+      model: what they must fit.
+      path: the checkpoint.
+    """
+    return checkpoints.load_any(path, model, "float32")[1]

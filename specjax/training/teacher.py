@@ -9,11 +9,10 @@ import numpy as np
 from jaxtyping import PyTree
 from rich import progress
 
-from specjax.checkpoints import int8, structure
+from specjax.checkpoints import int8, native, structure
 from specjax.decode import api, stopping
 from specjax.decode.interfaces import Model, Prompt
 from specjax.decode.sampling import Sampling
-from specjax.training import loop as training
 from specjax.training.batches import TokenPairs, load_pairs, save_pairs
 
 
@@ -26,7 +25,7 @@ def load_target(model: Model, path: str) -> PyTree:
     """
     if path.endswith(".safetensors"):
         return int8.load(pathlib.Path(path).expanduser(), model)
-    return training.load_params(path, model.abstract(jnp.float32))
+    return native.load_run(path, model.abstract(jnp.float32))
 
 
 def decode_pairs(

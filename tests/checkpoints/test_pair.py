@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from specjax import assets
-from specjax.checkpoints import int8
+from specjax.checkpoints import int8, native
 from specjax.models.t5 import T5, T5Config
 from specjax.training import loop
 from tests.checkpoints.conftest import MODELS
@@ -80,7 +80,7 @@ def test_newest_checkpoints_become_a_pair_that_loads(script, tmp_path, monkeypat
     monkeypatch.setattr(assets, "folder", lambda: out)
     pair = assets.load_pair()
     assert pair.target == TARGET and pair.draft == DRAFT and pair.vocabulary.size == 8000
-    params = loop.load_params(str(tmp_path / "t"), TARGET.abstract())
+    params = native.load_run(str(tmp_path / "t"), TARGET.abstract())
     scale = params["encoder"]["encoder_norm"]["scale"]
     np.testing.assert_array_equal(pair.target_params["encoder"]["encoder_norm"]["scale"], scale)
     embedding = params["token_embedder"]["embedding"]

@@ -173,3 +173,14 @@ def test_a_stream_refuses_at_the_call():
     for bad in ({"max_decode_len": -1}, {"max_decode_len": 3, "num_decodes": 2}):
         with pytest.raises(ValueError):
             stream(toys.Script(), params, prompt, **bad)
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_a_prompt_length_outside_its_tokens_is_refused(length):
+    """It would be clamped, and read padding, or nothing: a softmax over nothing is NaN."""
+    ask = toys.script_prompt(0, 0)._replace(length=jnp.asarray([1, length], jnp.int32))
+    with pytest.raises(ValueError, match=r"prompt lengths must lie in 1 \.\. 1, got \[1 "):
+        toys.generate(toys.Script(), toys.scripts([5, 1]), ask, max_decode_len=4)
+    with pytest.raises(ValueError, match="tokens of 2 rows, but lengths of shape"):
+        ask = ask._replace(length=jnp.ones(3, jnp.int32))
+        toys.generate(toys.Script(), toys.scripts([5, 1]), ask, max_decode_len=4)

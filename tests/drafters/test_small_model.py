@@ -1,5 +1,6 @@
 """Chains from a small model: its cache, its proposals, its parting from the target."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from specjax.decode import sampling as laws
 from specjax.decode.interfaces import Params, Text
 from specjax.decode.verify import DRAFT
 from specjax.drafters.small_model import SmallModel
+from specjax.models import t5
 from tests import toys
 from tests.toys import OFF_PATH
 
@@ -227,3 +229,51 @@ def test_rewind_forgets_what_lies_behind(back):
     compare(tree, fresh, np.ones(BATCH, bool))
     raised = DECODER.drafter.rewind(state.drafter, state.text.length + 5)
     np.testing.assert_array_equal(raised.cache.length, state.drafter.cache.length)
+
+
+# A draft that shares the target's encoder.
+
+
+def sharing(model, params):
+    """The model and its parameters without the encoder."""
+    sizes = dict(num_encoder_layers=0, encoded_dim=model.config.emb_dim)
+    bare = t5.T5(dataclasses.replace(model.config, **sizes))
+    return bare, {name: x for name, x in params.items() if name != "encoder"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_target_itself_on_its_own_encoder_output_is_accepted_whole(temperature):
+    """Invariant 3 with nothing but the decoder drafting."""
+    params = toys.init(TARGET, 0)
+    model, draft = sharing(TARGET, params)
+    drafter = SmallModel(model, GAMMA)
+    assert drafter.taps == ("encoded",)
+    out = toys.generate(
+        TARGET,
+        params,
+        PROMPT,
+        drafter=drafter,
+        draft_params=draft,
+        sampling=Sampling(temperature),
+        max_decode_len=STEPS,
+        eos_id=-1,
+    )
+    assert out.stats.accepted.tolist() == out.stats.drafted.tolist()
+    assert out.stats.rounds.tolist() == [STEPS // (GAMMA + 1)] * BATCH
+
+
+@each_decode
+def test_sharing_the_encoder_drafts_what_a_copy_of_it_would(seed, temperature):
+    both = pair(seed)
+    encoder = {name: both.target[name] for name in ("encoder", "token_embedder")}
+    whole = both._replace(draft=both.draft | encoder)
+    model, draft = sharing(DRAFT_MODEL, whole.draft)
+    key = jax.random.key(seed)
+    sampling = Sampling(temperature, 0, 0.9)
+    own = toys.drive(DECODER, whole, PROMPT, sampling, key)
+    bare = dataclasses.replace(DECODER, drafter=SmallModel(model, GAMMA))
+    shared = toys.drive(bare, whole._replace(draft=draft), PROMPT, sampling, key)
+    assert len(own) == len(shared) > 4
+    for a, b in zip(own, shared, strict=True):
+        np.testing.assert_array_equal(a.tree.tokens, b.tree.tokens)
+        np.testing.assert_array_equal(a.after.text.tokens, b.after.text.tokens)

@@ -377,3 +377,48 @@ def test_attention_over_two_sources_is_one_softmax():
     np.testing.assert_allclose(layers.attend(query, cut), whole, atol=1e-6)
     first = layers.attend(query, cut)[:, :, 0]
     np.testing.assert_allclose(first, value[:, :, 0], atol=1e-6)
+
+
+# A decoder without an encoder of its own.
+
+SHARING = dict(num_encoder_layers=0, encoded_dim=16)
+
+
+def test_a_decoder_on_its_own_encoder_output_is_the_whole_model():
+    """The encoder's output taken out by a tap and given back changes nothing."""
+    whole = toys.tiny_t5()
+    half = toys.tiny_t5(num_encoder_layers=0, encoded_dim=whole.config.emb_dim)
+    params = toys.init(whole, 0)
+    rest = {name: params[name] for name in ("token_embedder", "decoder")}
+    assert jax.tree.structure(half.abstract()) == jax.tree.structure(rest)
+    outputs = words(2, 5)
+    read = whole.prefill(params, PROMPT, 8, taps=("encoded",))
+    own = half.prefill(rest, PROMPT, 8, encoded=read.taps["encoded"])
+    for a, b in zip(jax.tree.leaves(read.cache), jax.tree.leaves(own.cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+    mask = jnp.arange(PROMPT.tokens.shape[1], dtype=jnp.int32)[None] < PROMPT.length[:, None]
+    inputs = (PROMPT.tokens, mask, jnp.asarray(text_of(outputs)))
+    np.testing.assert_array_equal(
+        half.forward(rest, *inputs, read.taps["encoded"]), whole.forward(params, *inputs)
+    )
+
+
+def test_a_prefill_gives_only_the_taps_asked_for():
+    model = toys.tiny_t5()
+    params = toys.init(model, 0)
+    assert model.prefill(params, PROMPT, 8).taps == {}
+    chain = chain_block(words(2, 3))
+    cache = model.prefill(params, PROMPT, 8).cache
+    read = model.extend(params, cache, chain, taps=("encoded", "final"))
+    assert set(read.taps) == {"final"}  # the encoder's output came with the prefill
+
+
+def test_a_decoder_without_encoder_says_what_it_lacks():
+    model = toys.tiny_t5(**SHARING)
+    params = toys.init(model, 0)
+    with pytest.raises(ValueError, match="no encoder"):
+        model.prefill(params, PROMPT, 8)
+    with pytest.raises(ValueError, match="width 16 .*the target's has 8"):
+        model.prefill(params, PROMPT, 8, encoded=jnp.zeros((2, 5, 8)))
+    with pytest.raises(ValueError, match="encoder layers"):
+        T5Config(num_encoder_layers=1, encoded_dim=16)
