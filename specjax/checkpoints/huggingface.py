@@ -331,6 +331,8 @@ def _describe(config: T5Config) -> dict[str, Any]:
     """``config.json`` for transformers 4 and 5."""
     if config.mlp_activations not in _FEED_FORWARD:
         raise ValueError(f"Hugging Face has no T5 with activations {config.mlp_activations}")
+    if config.encoded_dim is not None:
+        raise ValueError("Hugging Face has no T5 that shares another's encoder (encoded_dim)")
     kind = "t5" if config.shared_relative_bias else "umt5"
     form = _FEED_FORWARD[config.mlp_activations]
     return {

@@ -161,6 +161,12 @@ def check_same_pieces(
             f"target and draft have {model.vocab_size} and {small.vocab_size} pieces; they must "
             "share a vocabulary"
         )
+    width = small.config.encoded_dim
+    if width not in (None, model.config.emb_dim):
+        raise ValueError(
+            f"the draft reads an encoder output of width {width} (encoded_dim), the target's has "
+            f"{model.config.emb_dim}"
+        )
     theirs = draft.vocabulary()
     if theirs is not None:
         vocabularies.check_same(vocabulary, theirs)

@@ -163,10 +163,13 @@ class Seq2SeqBatches:
     def rows(self, shape: tuple[int, int]) -> int:
         return max(1, self.tokens // sum(shape))
 
-    def pad(self, shape: tuple[int, int], members: np.ndarray) -> dict[str, np.ndarray]:
-        """The batch of these examples, padded to a shape."""
-        inputs = np.zeros((self.rows(shape), shape[0]), np.int32)
-        targets = np.zeros((self.rows(shape), shape[1]), np.int32)
+    def pad(
+        self, shape: tuple[int, int], members: np.ndarray, rows: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """The batch of these examples, padded to a shape and to ``rows`` (as many as the shape has)."""
+        rows = self.rows(shape) if rows is None else rows
+        inputs = np.zeros((rows, shape[0]), np.int32)
+        targets = np.zeros((rows, shape[1]), np.int32)
         weights = np.zeros(targets.shape, np.float32)
         mask = np.zeros(inputs.shape, bool)
         mask[:, 0] = True  # a softmax over nothing would be NaN; padding rows weigh nothing

@@ -23,6 +23,9 @@ from specjax.models.t5 import T5
 from specjax.training.batches import Seq2SeqBatches
 from specjax.training.teacher import load_target
 
+# Padded tokens the target reads at a time, whatever the size of the batches that are trained on.
+PADDED = 2560
+
 
 @dataclasses.dataclass(frozen=True)
 class FeatureBatches:
@@ -68,7 +71,8 @@ class FeatureBatches:
     def _store(self) -> "_Store":
         params = load_target(self.teacher, self.path)
         pairs = self.batches.originals_pairs
-        what = (structure.fingerprint(params), self.top, _digest(pairs.inputs, pairs.targets))
+        examples = _digest(pairs.inputs, pairs.targets)
+        what = (structure.fingerprint(params), self.top, examples, self.batches.shapes)
         place = pathlib.Path(self.folder).expanduser() / _digest([repr(what).encode()])
         store = _Store.open(place, pairs, self.teacher.config.emb_dim, self.top)
         store.fill(self.batches, functools.partial(_read(self.teacher, self.top), params))
@@ -146,10 +150,10 @@ class _Store:
         """Computes what is not there yet."""
         plan, marker = list(_plan(batches)), self.folder / "done.json"
         done = json.loads(marker.read_text()) if marker.exists() else 0
-        bar = progress.track(range(done, len(plan)), description="reading the target")
-        for number in bar if done < len(plan) else ():
+        left = range(done, len(plan))
+        for number in progress.track(left, description="reading the target") if left else ():
             shape, members = plan[number]
-            found = jax.device_get(read(batches.pad(shape, members)))
+            found = jax.device_get(read(batches.pad(shape, members, _rows(shape))))
             for row, member in enumerate(batches.originals[members]):
                 source, target = self.span(member)
                 self.encoded[source] = found[0][row, : source.stop - source.start]
@@ -161,9 +165,13 @@ class _Store:
                 marker.write_text(json.dumps(number + 1))
 
 
+def _rows(shape: tuple[int, int]) -> int:
+    return max(1, PADDED // sum(shape))
+
+
 def _plan(batches: Seq2SeqBatches) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Every example once, in batches of like size."""
     for shape, members in batches.buckets.items():
         _, first = np.unique(batches.originals[members], return_index=True)
-        rows, once = batches.rows(shape), members[first]
+        rows, once = _rows(shape), members[first]
         yield from ((shape, once[i : i + rows]) for i in range(0, len(once), rows))

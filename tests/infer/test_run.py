@@ -1,5 +1,6 @@
 """`infer` and `eval` end to end on a tiny model: order, resuming, refusals."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -240,6 +241,23 @@ def test_a_draft_of_other_pieces_is_refused(folder, tmp_path):
     object.__setattr__(same, "vocabulary", lambda: vocabulary)
     with pytest.raises(ValueError, match="not the target's: id 3 is 'else'"):
         system.load(target, SmallModel, same)
+
+
+def test_a_draft_that_shares_the_encoder_decodes_and_must_fit_it(folder, tmp_path):
+    """The same text as without it; another width is refused before anything is compiled."""
+    config = model().config
+    for name, width in (("fits", config.emb_dim), ("other", 24)):
+        small = T5(dataclasses.replace(config, num_encoder_layers=0, encoded_dim=width))
+        int8.save(tmp_path / f"{name}.safetensors", small, small.init(jax.random.key(2)))
+    target = Checkpoint(str(folder / "target.safetensors"))
+    with pytest.raises(ValueError, match="width 24 .*the target's has 16"):
+        system.load(target, SmallModel, Checkpoint(str(tmp_path / "other.safetensors")))
+    source, fits = TextFile(str(folder / "in.txt")), Checkpoint(str(tmp_path / "fits.safetensors"))
+    settings = Settings(task_feature_lengths=LENGTHS, batch_size=4)
+    out = run.infer(source, target, str(tmp_path / "out"), SmallModel, fits, settings=settings)
+    plain = read(infer(folder, tmp_path / "plain", drafter=None))
+    assert [line["prediction"] for line in read(out)] == [line["prediction"] for line in plain]
+    assert sum(line["aux"]["drafted"] for line in read(out)) > 0
 
 
 def test_an_ngram_drafts_without_changing_the_text(folder, tmp_path):
