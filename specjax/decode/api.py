@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
 from specjax.decode import loop, several, stopping
@@ -47,6 +48,7 @@ def generate(
     stop: Stops | Sequence[Sequence[int]] = (),
     num_decodes: int | None = None,
     rescale_log_probs: bool = True,
+    mesh: Mesh | None = None,
 ) -> Decoded:
     """Decodes a batch of prompts, speculatively if a drafter is given.
 
@@ -70,6 +72,8 @@ def generate(
       num_decodes: independent decodes per prompt, as a second axis of the output; None is one
         decode without that axis. The prompt is read once.
       rescale_log_probs: False reports log-probabilities before temperature and filters.
+      mesh: devices to decode on (`specjax.partitioning.mesh`); rows are split over its axes but
+        ``model``, which must divide their number.
 
     Returns:
       `Decoded`.
@@ -93,6 +97,7 @@ def generate(
         stop=stop,
         num_decodes=num_decodes,
         rescale_log_probs=rescale_log_probs,
+        mesh=mesh,
     )
     return loop.jit_decoded(decoder, loop.jit_run(decoder, both, state, rows))
 
@@ -155,6 +160,7 @@ def _prepare(
     stop: Stops | Sequence[Sequence[int]] = (),
     num_decodes: int | None = None,
     rescale_log_probs: bool = True,
+    mesh: Mesh | None = None,
 ) -> tuple[Decoder, Params, State, Sampling]:
     """Checks what was asked for, then reads the prompt."""
     eos_id = model.eos_id if eos_id is None else eos_id
@@ -166,7 +172,7 @@ def _prepare(
         check(sampling)
     batch = prompt.tokens.shape[0]
     decoder = Decoder(
-        model, max_decode_len, drafter, verifier, eos_id, num_decodes, rescale_log_probs
+        model, max_decode_len, drafter, verifier, eos_id, num_decodes, rescale_log_probs, mesh
     )
     ids = jnp.arange(batch, dtype=jnp.int32) if row_ids is None else jnp.asarray(row_ids, jnp.int32)
     keys = loop.row_keys(jax.random.key(0) if key is None else key, ids)

@@ -7,11 +7,14 @@ This file knows only the protocols of `specjax.decode.interfaces`, never a concr
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key
 
 from specjax.decode import processors, several, stopping, tree
@@ -97,6 +100,8 @@ class Decoder:
       eos_id: -1 for none.
       num_decodes: decodes per prompt; None is one, without an axis for it.
       rescale_log_probs: whether log-probabilities are those of the sampling law.
+      mesh: devices to decode on; None leaves it to where the arguments lie. Rows are split over all
+        its axes but ``model`` (see `apart`).
     """
 
     model: Model
@@ -106,6 +111,7 @@ class Decoder:
     eos_id: int = 1
     num_decodes: int | None = None
     rescale_log_probs: bool = True
+    mesh: Mesh | None = None
 
     @property
     def block(self) -> int:
@@ -150,7 +156,24 @@ def given(text: Text) -> Text:
 def run(decoder: Decoder, params: Params, state: State, sampling: Sampling) -> State:
     """Rounds until every row has ended: one `while_loop`, no host round trip."""
     body = functools.partial(one_round, decoder, params, sampling=sampling)
-    return lax.while_loop(lambda s: (s.finish == stopping.LIVE).any(), lambda s: body(s), state)
+    return lax.while_loop(lambda s: live_rows(decoder, s) > 0, lambda s: body(s), state)
+
+
+def live_rows(decoder: Decoder, state: State) -> Int[Array, ""]:
+    """How many rows have not ended, on all devices together.
+
+    Groups of devices keep step, though rows have nothing to say to each other: the compiler may
+    write one exchange of data for all groups, which a group that has left the loop would miss.
+    """
+    count = (state.finish == stopping.LIVE).sum(dtype=jnp.int32)
+    axes = row_axes(decoder)
+    return lax.psum(count, axes) if axes else count
+
+
+def row_axes(decoder: Decoder) -> tuple[str, ...]:
+    """The axes of its mesh that rows are split over."""
+    names = () if decoder.mesh is None else decoder.mesh.axis_names
+    return tuple(name for name in names if name != "model")
 
 
 def one_round(decoder: Decoder, params: Params, state: State, *, sampling: Sampling) -> State:
@@ -299,6 +322,38 @@ def decoded(decoder: Decoder, state: State) -> Decoded:
     return out if decoder.num_decodes is None else several.best_last(out, decoder.num_decodes)
 
 
+# How arguments are split over rows: the whole of it, or a share of rows to every group of devices.
+WHOLE, ROWS = False, True
+STATE = State(*[ROWS] * (len(State._fields) - 1), stops=WHOLE)
+
+
+def apart(decoder: Decoder, function: Callable, given: tuple, out: Any) -> Callable:
+    """Each group of devices works on its own share of the rows.
+
+    So each writes its own caches in place, as one device does. Inside of a group the model is split
+    over the mesh's axis ``model``, as its parameters' shardings have it, by the compiler.
+
+    Args:
+      decoder: its mesh; without one the function is returned as it is.
+      function: works on any number of rows.
+      given: `WHOLE` or `ROWS` per argument (a tree of them where an argument mixes both).
+      out: the same for the result.
+    """
+    mesh = decoder.mesh
+    if mesh is None:
+        return function
+    axes = row_axes(decoder)
+    place = lambda tree: jax.tree.map(lambda rows: P(axes) if rows else P(), tree)  # noqa: E731
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=place(given),
+        out_specs=place(out),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def jit_start(
     decoder: Decoder,
@@ -308,19 +363,21 @@ def jit_start(
     stops: stopping.Stops | None = None,
 ) -> State:
     """`start`, compiled."""
-    return start(decoder, params, prompt, keys, stops)
+    begin = apart(decoder, functools.partial(start, decoder), (WHOLE, ROWS, ROWS, WHOLE), STATE)
+    return begin(params, prompt, keys, stops)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def jit_run(decoder: Decoder, params: Params, state: State, sampling: Sampling) -> State:
     """`run`, compiled. The state is donated, so that its caches are updated where they lie."""
-    return run(decoder, params, state, sampling)
+    go = apart(decoder, functools.partial(run, decoder), (WHOLE, STATE, ROWS), STATE)
+    return go(params, state, sampling)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def jit_decoded(decoder: Decoder, state: State) -> Decoded:
     """`decoded`, compiled."""
-    return decoded(decoder, state)
+    return apart(decoder, functools.partial(decoded, decoder), (STATE,), ROWS)(state)
 
 
 def row_keys(key: Key[Array, ""], ids: Int[Array, "B"]) -> Key[Array, "B"]:

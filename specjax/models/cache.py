@@ -6,9 +6,11 @@ only this one showed no cache-sized copy inside the decode loop on XLA CPU and i
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.decode.interfaces import Open
 
@@ -31,7 +33,20 @@ class Cache(NamedTuple):
 
 def empty_kv(layers: int, shape: tuple[int, int, int, int], dtype) -> tuple:
     """Zeroed (key, value) pairs; zeros, since 0 x garbage NaN would poison a masked softmax."""
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+    empty = lambda: heads_apart(jnp.zeros(shape, dtype))  # noqa: E731
+    return tuple((empty(), empty()) for _ in range(layers))
+
+
+def heads_apart(x: Float[Array, "B H S D"]) -> Float[Array, "B H S D"]:
+    """Splits heads over the axis ``model`` of the mesh in use; as it is where that does not divide them.
+
+    Else the compiler may keep whole caches on every device: nothing in an empty one tells it not to.
+    """
+    shards = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    if shards == 1 or x.shape[1] % shards:
+        return x
+    free = P.UNCONSTRAINED
+    return lax.with_sharding_constraint(x, P(free, "model", free, free))
 
 
 def write_open(old: Array, new: Array, at) -> Array:

@@ -1,0 +1,171 @@
+"""Which logical axis lies on which axis of the mesh: T5X's standard rules, and the user's.
+
+References:
+  T5X ``partitioning.standard_logical_axis_rules``; Xu et al. 2021, GSPMD (2105.04663), section 3.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from specjax.partitioning import mesh as meshes
+
+# Logical axis to axis of the mesh; the first rule whose axis is still free wins.
+Rule = tuple[str, str | None]
+
+LOGICAL_AXES = frozenset(
+    "batch length embed heads kv joined_kv mlp vocab mlp_activations stack layers relpos_buckets "
+    "abspos_buckets unmodeled".split()
+)
+
+
+def standard(
+    parameter_partitioning_dims: int = 1,
+    activation_partitioning_dims: int = 1,
+    additional_rules: tuple[Rule, ...] = (),
+) -> tuple[Rule, ...]:
+    """T5X's standard logical axis rules.
+
+    Args:
+      parameter_partitioning_dims: 2 also splits parameters over the axis of rows (``embed`` on
+        ``data``), as large models are trained.
+      activation_partitioning_dims: 2 also splits the residual stream over ``model``.
+      additional_rules: appended, so they only say what the standard ones leave open.
+
+    Raises:
+      ValueError: a number other than 1 or 2, or an axis that is none.
+    """
+    if {parameter_partitioning_dims, activation_partitioning_dims} - {1, 2}:
+        raise ValueError("parameters and activations are partitioned in 1 or 2 dimensions")
+    rules: tuple[Rule, ...] = (
+        ("batch", "data"),
+        ("vocab", "model"),
+        ("mlp", "model"),
+        ("heads", "model"),
+        ("joined_kv", "model"),
+    )
+    if activation_partitioning_dims == 2:
+        rules += (("embed", "model"),)
+    if parameter_partitioning_dims == 2:
+        rules += (("embed", "data"),)
+    rules += tuple(
+        (name, None)
+        for name in "kv length layers stack mlp_activations relpos_buckets abspos_buckets".split()
+    )
+    additional_rules = tuple(tuple(rule) for rule in additional_rules)
+    known = (*meshes.AXES, meshes.REPLICA, None)
+    for rule in additional_rules:
+        if len(rule) != 2 or rule[1] not in known:
+            raise ValueError(f"a rule is (logical axis, one of {known}), got {rule}")
+    return rules + additional_rules
+
+
+def spec(
+    axes: tuple[str, ...], shape: tuple[int, ...], rules: tuple[Rule, ...], mesh: Mesh
+) -> PartitionSpec:
+    """Where an array's axes lie.
+
+    Args:
+      axes: logical names, one per axis.
+      shape: sizes; an axis that the mesh does not divide stays whole.
+      rules: see `standard`.
+      mesh: what they speak of; rules for an axis it lacks are skipped.
+
+    Raises:
+      ValueError: an axis that no rule and no model knows.
+    """
+    taken, out = set(), []
+    for name, size in zip(axes, shape, strict=True):
+        if name not in LOGICAL_AXES and name not in {rule[0] for rule in rules}:
+            raise ValueError(f"no rule for the logical axis {name!r}")
+        fits = lambda w: w in mesh.shape and w not in taken and size % mesh.shape[w] == 0  # noqa: B023, E731
+        said = (where for rule, where in rules if rule == name)
+        where = next((w for w in said if w is None or fits(w)), None)
+        taken.add(where)
+        out.append(where)
+    while out and out[-1] is None:
+        out.pop()
+    return PartitionSpec(*out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioner:
+    """A mesh with its rules.
+
+    Attributes:
+      mesh: devices.
+      rules: of parameters and rows; T5X's standard ones by default.
+    """
+
+    mesh: Mesh
+    rules: tuple[Rule, ...] = standard()
+
+    def __post_init__(self):
+        object.__setattr__(self, "rules", tuple(tuple(rule) for rule in self.rules))
+
+    def params(self, model, whole: bool | None = None) -> PyTree[NamedSharding]:
+        """Shardings of a model's parameters.
+
+        Args:
+          model: its logical axes and shapes.
+          whole: keep them whole on every device; None keeps those of a model whole whose heads the
+            model axis does not divide (T5-small has six). Split, such a model would be scattered
+            and gathered around every reshape into heads.
+        """
+        if whole is None:
+            whole = not self.divides_heads(model)
+        if whole:
+            return jax.tree.map(lambda _: self.replicated, model.abstract())
+
+        def of(leaf, axes):
+            return NamedSharding(self.mesh, spec(axes, leaf.shape, self.rules, self.mesh))
+
+        return jax.tree.map(of, model.abstract(), model.logical_axes())
+
+    def divides_heads(self, model) -> bool:
+        """Whether the model axis divides the model's attention heads."""
+        return model.config.num_heads % self.mesh.shape["model"] == 0
+
+    @property
+    def rows(self) -> NamedSharding:
+        """Of arrays whose first axis is rows."""
+        return NamedSharding(self.mesh, PartitionSpec(meshes.row_axes(self.mesh)))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def check_rows(self, batch: int) -> None:
+        """Raises ValueError where rows do not divide evenly."""
+        shards = meshes.row_shards(self.mesh)
+        if batch % shards:
+            raise ValueError(
+                f"{batch} rows do not divide over {shards} groups of devices; pad to "
+                f"{-(-batch // shards) * shards} (`pad_rows`), or take another mesh"
+            )
+
+
+def bytes_per_device(tree: PyTree, shardings: PyTree[NamedSharding]) -> int:
+    """Bytes of a tree of arrays (or shapes) on one device.
+
+    Args:
+      tree: arrays or shapes.
+      shardings: theirs.
+    """
+
+    def of(leaf, sharding) -> int:
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(of, tree, shardings)))
+
+
+def as_dict(rules: tuple[Rule, ...]) -> Mapping[str, list[str | None]]:
+    """All that is said of each logical axis, in order."""
+    found: dict[str, list[str | None]] = {}
+    for name, where in rules:
+        found.setdefault(name, []).append(where)
+    return found
