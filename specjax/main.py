@@ -5,7 +5,8 @@ Modes, each with a gin file that says what is required and what is commonly over
   infer   decode a file or task:   --gin_file=configs/runs/infer.gin
   eval    decode and score it:     --gin_file=configs/runs/eval.gin
   bench   plain against speculative decoding, with a report: --gin_file=configs/quickstart.gin
-  train   targets and drafts:      --gin_file=configs/train/debian_target.gin
+  train   targets and drafts:      --gin_file=configs/train/debian_target.gin, or configs/runs/finetune.gin
+  aot     compile for a TPU slice that is not there: --gin_file=configs/tpu/t5_xxl_small_v4_8.gin
 
 Methods of drafting are gin files too, given after the first: --gin_file=configs/methods/small_model.gin
 
@@ -34,6 +35,7 @@ import sys
 from absl import app, flags
 
 MODES = {
+    "aot": "specjax.partitioning.aot.decode",
     "bench": "specjax.bench.run.bench",
     "eval": "specjax.infer.run.evaluate",
     "infer": "specjax.infer.run.infer",
@@ -106,7 +108,10 @@ def set_up(values: flags.FlagValues) -> None:
     """What must be said before anything is compiled or read."""
     import jax
 
-    if values.compilation_cache_dir:
+    if values.run_mode == "aot":
+        # What is compiled for a TPU cannot be loaded here, so keeping it is of no use.
+        jax.config.update("jax_platforms", "cpu")
+    elif values.compilation_cache_dir:
         folder = pathlib.Path(values.compilation_cache_dir).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

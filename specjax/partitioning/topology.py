@@ -21,7 +21,6 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v4-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-HOST_BOUNDS = (2, 2, 1)  # chips of one TPU v4 host
 V4_HBM_BYTES = 32 * 2**30
 
 # Opcodes that write no buffer of their own: they name one, or write a slice where it lies. The end
@@ -62,28 +61,29 @@ class Instruction(NamedTuple):
 
 
 def devices(name: str = "v4:1x1x1") -> list[jax.Device]:
-    """The devices of a described TPU v4 slice, one per chip.
+    """The devices of a described TPU slice, one per chip.
 
     Args:
-      name: generation and chips along x, y, z, e.g. ``v4:2x2x1``.
+      name: generation and chips along each axis, e.g. ``v4:2x2x1`` or ``v5e:2x4``.
 
     Raises:
-      RuntimeError: libtpu is not installed.
+      RuntimeError: libtpu is not installed, or knows no such slice.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise RuntimeError("compiling for a described TPU needs libtpu: pip install specjax[tpu]")
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    chips = tuple(int(n) for n in name.partition(":")[2].split("x"))
-    bounds = tuple(min(n, most) for n, most in zip(chips, HOST_BOUNDS, strict=True))
-    topology = topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=name,
-        chip_config_name="megacore",
-        chips_per_host_bounds=bounds,
-        num_slices=1,
-    )
-    return topology.devices
+    extent = tuple(int(n) for n in name.partition(":")[2].split("x"))
+    bounds = tuple(min(n, 2) for n in extent)
+    bounds = (*bounds, 1) if len(bounds) == 2 else (*bounds[:2], 1)
+    options = dict(chips_per_host_bounds=bounds, num_slices=1)
+    if name.startswith("v4"):
+        options["chip_config_name"] = "megacore"
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise RuntimeError(f"libtpu knows no {name}: {str(error).splitlines()[0]}") from None
+    return found.devices
 
 
 def chip(name: str = "v4") -> jax.Device:

@@ -1,0 +1,449 @@
+"""--run_mode=aot: compiles a decode for a named TPU slice, without a TPU, and says what it will do there.
+
+What libtpu compiles is the program that would run: its memory, collectives and copies are facts. Times
+are rooflines of the compiled steps: the larger of operations over peak and bytes over bandwidth, plus
+what the collectives move over the interconnect.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+from rich.console import Console
+from rich.table import Table
+
+from specjax.decode import loop
+from specjax.decode.interfaces import Block, Drafter, Params, Prompt
+from specjax.decode.loop import Decoder
+from specjax.decode.sampling import Sampling
+from specjax.models.t5 import T5
+from specjax.partitioning import chips, topology
+from specjax.partitioning import mesh as meshes
+from specjax.partitioning.rules import Partitioner, Rule, standard
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+HOST = re.compile(
+    r"\b(infeed|outfeed|send|recv|send-done|recv-done)\(|callback|is_host_transfer=true"
+)
+
+
+class Program(NamedTuple):
+    """A compiled program, per device.
+
+    Attributes:
+      name: prefill or loop.
+      compile_seconds: on this machine.
+      arguments, temporaries, peak: bytes of HBM; the peak holds arguments, results and temporaries,
+        what is updated in place once.
+      collectives: kind to (count, bytes moved) where it counts: in the loop's body, per round.
+      scatters: instructions that scatter.
+      cache_copies: copies of a whole cache in the loop's body.
+      host_operations: what would ask the host; must be none.
+    """
+
+    name: str
+    compile_seconds: float
+    arguments: int
+    temporaries: int
+    peak: int
+    collectives: dict[str, tuple[int, int]]
+    scatters: int
+    cache_copies: int
+    host_operations: int
+
+
+class Step(NamedTuple):
+    """A decoder step over one block, per device.
+
+    Attributes:
+      name: whose, and of how many tokens.
+      flops: as the compiler counts them.
+      bytes: arguments and results, each moved once: weights and K/V. (The compiler's own count takes
+        what is prefetched to on-chip memory twice.)
+      collective_bytes: moved between devices.
+      seconds: the roofline.
+    """
+
+    name: str
+    flops: float
+    bytes: float
+    collective_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What was compiled for where.
+
+    Attributes:
+      slice: the slice's name.
+      mesh: its axes and their sizes.
+      settings: what was asked for.
+      programs: prefill and loop.
+      steps: the plain step, the verify step and the draft's steps.
+      held: bytes on one device of parameters that the loop does not read (encoders).
+      memory: HBM of a chip.
+      c, v: draft step and verify step over a plain step, from the rooflines; None without a draft.
+      smallest: the smallest slice of this chip that holds it.
+    """
+
+    slice: str
+    mesh: dict[str, int]
+    settings: dict[str, Any]
+    programs: list[Program]
+    steps: list[Step]
+    held: int
+    memory: int
+    c: float | None
+    v: float | None
+    smallest: str | None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of HBM on a device while it runs."""
+        prefill, run = self.programs
+        return max(prefill.peak, run.peak + self.held)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.memory
+
+
+def decode(
+    target: T5,
+    draft: T5 | None = None,
+    drafter: Callable[..., Drafter] | None = None,
+    topology_name: str = "v4-8",
+    num_partitions: int = 1,
+    submesh: tuple[int, ...] | None = None,
+    rules: tuple[Rule, ...] = standard(),
+    draft_whole: bool | None = None,
+    batch_size: int = 1,
+    input_length: int = 128,
+    max_decode_len: int = 128,
+    dtype: str = "bfloat16",
+    output_dir: str | None = None,
+) -> Compiled:
+    """Compiles prefill and loop of a decode for a slice that need not be there.
+
+    Args:
+      target, draft: the models; their weights are never made.
+      drafter: makes the drafter, called with ``model=draft``; None decodes plainly.
+      topology_name: a slice, e.g. v4-8.
+      num_partitions, submesh: see `specjax.partitioning.mesh.make`.
+      rules: logical axes to axes of the mesh.
+      draft_whole: whether every device holds the whole draft; None where its heads do not divide.
+      batch_size: rows, over all devices.
+      input_length, max_decode_len: tokens.
+      dtype: of the parameters.
+      output_dir: aot.json and aot.md are written there; None writes nothing.
+
+    Returns:
+      What was found; it is also printed.
+
+    Raises:
+      ValueError: no such slice, the mesh does not fit it, or rows do not divide.
+      RuntimeError: libtpu is not installed.
+    """
+    settings = dict(locals())
+    where = chips.parse(topology_name)
+    mesh = meshes.make(num_partitions, submesh, topology.devices(where.topology))
+    partitioner = Partitioner(mesh, rules)
+    partitioner.check_rows(batch_size)
+    job = _Decode(target, draft, drafter, partitioner, draft_whole, dtype)
+    arguments = job.arguments(batch_size, input_length, max_decode_len)
+    prefill, run, state = _programs(*arguments)
+    steps = job.steps(arguments, state, where.chip)
+    held = sum(
+        _bytes(x) for p in (arguments[1].target, arguments[1].draft) if p is not None
+        for x in jax.tree.leaves(p.get("encoder", {}))
+    )  # fmt: skip
+    found = Compiled(
+        where.name,
+        dict(mesh.shape),
+        {name: _said(value) for name, value in settings.items() if name != "output_dir"},
+        [prefill, run],
+        steps,
+        held,
+        where.chip.memory,
+        *_ratios(steps, arguments[0]),
+        None,
+    )
+    found = dataclasses.replace(found, smallest=_smallest(found, where, num_partitions))
+    show(found)
+    if output_dir is not None:
+        write(found, pathlib.Path(output_dir))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decode:
+    """What is compiled, and where it lies."""
+
+    target: T5
+    draft: T5 | None
+    drafter: Callable[..., Drafter] | None
+    partitioner: Partitioner
+    draft_whole: bool | None
+    dtype: str
+
+    def arguments(self, batch: int, length: int, limit: int) -> tuple[Decoder, Params, Prompt, Any]:
+        """Decoder, parameters, prompt and keys, all abstract."""
+        drafter = None if self.drafter is None else self.drafter(model=self.draft)
+        decoder = Decoder(self.target, limit, drafter, mesh=self.partitioner.mesh)
+        params = Params(
+            self._params(self.target, None),
+            None if drafter is None else self._params(self.draft, self.draft_whole),
+        )
+        prompt = Prompt(self.rows((batch, length)), self.rows((batch,)))
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+        return decoder, params, prompt, self.rows(keys.shape, keys.dtype)
+
+    def _params(self, model: T5, whole: bool | None) -> PyTree:
+        abstract = model.abstract(jnp.dtype(self.dtype))
+        return _placed(abstract, self.partitioner.params(model, whole))
+
+    def rows(self, shape: tuple[int, ...], dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.partitioner.rows)
+
+    def steps(self, arguments: tuple, state: loop.State, chip: chips.Chip) -> list[Step]:
+        """The steps that a round is made of, each compiled by itself: no loop hides its costs."""
+        decoder, params, _, _ = arguments
+        step = functools.partial(self._step, decoder, chip=chip)
+        found = [step("plain", self.target, params.target, state.cache, 1)]
+        if decoder.drafter is None:
+            return found
+        gamma = decoder.drafter.depth
+        found.append(step("verify", self.target, params.target, state.cache, gamma + 1))
+        cache = state.drafter.cache
+        found += [step("draft", self.draft, params.draft, cache, size) for size in (2, 1)]
+        return found
+
+    def _step(self, decoder, name, model, params, cache, size: int, chip) -> Step:
+        batch = cache.length.shape[0]
+        block = Block(
+            self.rows((batch, size)),
+            self.rows((batch, size)),
+            self.rows((batch, size, size), jnp.bool_),
+        )
+        one = lambda params, cache, block: model.extend(params, cache, block)  # noqa: E731
+        apart = loop.apart(decoder, one, (loop.WHOLE, loop.ROWS, loop.ROWS), loop.ROWS)
+        compiled = jax.jit(apart).lower(params, cache, block).compile()
+        held: Any = compiled.memory_analysis()
+        read = held.argument_size_in_bytes + held.output_size_in_bytes - _unread(model, params)
+        flops = compiled.cost_analysis()["flops"]
+        moved = collectives(list(topology.instructions(compiled.as_text())))
+        total = sum(moved_bytes for _, moved_bytes in moved.values())
+        seconds = max(flops / chip.flops, read / chip.bandwidth) + total / chip.interconnect
+        label = f"{name}, {size} token{'s' if size > 1 else ''}"
+        return Step(label, flops, read, total, seconds)
+
+
+def _programs(decoder, params, prompt, keys) -> tuple[Program, Program, loop.State]:
+    began = time.perf_counter()
+    first = loop.jit_start.lower(decoder, params, prompt, keys).compile()
+    prefill = _program("prefill", first, time.perf_counter() - began, (), whole=True)
+    state = jax.eval_shape(functools.partial(loop.jit_start, decoder), params, prompt, keys)
+    state = _placed(state, first.output_shardings)
+    temperature = jax.ShapeDtypeStruct(
+        prompt.length.shape, jnp.float32, sharding=prompt.length.sharding
+    )
+    began = time.perf_counter()
+    second = loop.jit_run.lower(decoder, params, state, Sampling(temperature)).compile()
+    took = time.perf_counter() - began
+    return prefill, _program("loop", second, took, _cache_shapes(state), whole=False), state
+
+
+def _program(name: str, compiled, seconds: float, shapes, whole: bool) -> Program:
+    text, size = compiled.as_text(), compiled.memory_analysis()
+    every = list(topology.instructions(text))
+    return Program(
+        name,
+        seconds,
+        size.argument_size_in_bytes,
+        size.temp_size_in_bytes,
+        topology.memory_bytes(compiled),
+        collectives(every if whole else topology.loop_body(text)),
+        sum(i.opcode == "scatter" for i in every),
+        sum(len(topology.copies(text, shape)) for shape in shapes),
+        len(HOST.findall(text)),
+    )
+
+
+def collectives(body: list[topology.Instruction]) -> dict[str, tuple[int, int]]:
+    """Kind to (count, bytes of their results), each started one once."""
+    found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for instruction in body:
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            arrays = topology.results(instruction)
+            if instruction.opcode == "all-gather-start":
+                arrays = arrays[len(arrays) // 2 :]  # operands, then results
+            elif instruction.opcode == "collective-permute-start":
+                arrays = arrays[1:2]  # operand, result, contexts
+            found[kind][0] += 1
+            found[kind][1] += sum(_type_bytes(array) for array in arrays)
+    return {kind: (count, size) for kind, (count, size) in sorted(found.items())}
+
+
+def _type_bytes(array: str) -> int:
+    kind, sizes = re.match(r"([a-z0-9]+)\[([0-9,]*)\]", array).groups()
+    width = 1 if kind == "pred" else int(re.search(r"\d+", kind)[0]) / 8
+    return int(math.prod(int(n) for n in sizes.split(",") if n) * width)
+
+
+def _cache_shapes(state: loop.State) -> set[tuple[int, ...]]:
+    """Shapes, on one device, of all keys and values."""
+    held = [state.cache] + ([state.drafter.cache] if state.drafter else [])
+    leaves = jax.tree.leaves([(cache.kv, cache.cross) for cache in held])
+    return {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
+
+
+def _ratios(steps: list[Step], decoder: Decoder) -> tuple[float | None, float | None]:
+    """c and v: a round drafts one block of two tokens and gamma - 1 of one."""
+    if len(steps) == 1:
+        return None, None
+    plain, verify, first, more = (step.seconds for step in steps)
+    gamma = decoder.drafter.depth
+    return (first + (gamma - 1) * more) / gamma / plain, verify / plain
+
+
+def _smallest(found: Compiled, where: chips.Slice, num_partitions: int) -> str | None:
+    """The smallest slice that holds it, if the model is split further as the slice grows.
+
+    Larger ones are reckoned: what is split over the model axis shrinks with it.
+    """
+    if found.fits:
+        return where.name
+    for larger in where.larger[1:]:
+        if found.peak * found.mesh["model"] / larger.chips <= 0.95 * found.memory:
+            return larger.name
+    return None
+
+
+def _unread(model: T5, params: PyTree) -> int:
+    """Bytes of the embedding table, of which a step reads a row per token, unless it is tied."""
+    tied = model.config.logits_via_embedding
+    return 0 if tied else _bytes(params["token_embedder"]["embedding"])
+
+
+def _placed(tree: PyTree, shardings: PyTree) -> PyTree:
+    of = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    return jax.tree.map(of, tree, shardings)
+
+
+def _bytes(leaf) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _said(value) -> Any:
+    """A setting as the report shows it."""
+    if isinstance(value, T5):
+        c = value.config
+        return (
+            f"T5 {c.emb_dim} wide, {c.num_heads} heads, "
+            f"{c.num_encoder_layers} + {c.num_decoder_layers} layers"
+        )
+    return value if isinstance(value, int | str | None) else repr(value)
+
+
+def lines(found: Compiled) -> list[str]:
+    """What is said in words."""
+    gib = chips.GIB
+    out = [
+        f"{found.peak / gib:.2f} of {found.memory / gib:.0f} GiB on every chip of {found.slice}"
+        f" ({', '.join(f'{n} {k}' for k, n in found.mesh.items())})"
+    ]
+    if not found.fits:
+        out[0] += ": it does not fit; " + (
+            f"the smallest slice that holds it is {found.smallest} with the model split over all chips"
+            if found.smallest
+            else "no slice of this chip holds it"
+        )
+    if any(p.host_operations for p in found.programs):
+        out.append("the loop asks the host, which it must not")
+    if found.c is not None:
+        out.append(f"from the rooflines: c = {found.c:.4f}, v = {found.v:.3f}")
+    return out
+
+
+def tables(found: Compiled) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, columns, rows): programs, then steps."""
+    gib = chips.GIB
+    programs = [
+        [
+            p.name,
+            f"{p.compile_seconds:.0f}",
+            *(f"{x / gib:.2f}" for x in (p.arguments, p.temporaries, p.peak)),
+            ", ".join(f"{n} {k} ({b / 1e6:.2f} MB)" for k, (n, b) in p.collectives.items())
+            or "none",
+            str(p.scatters),
+            str(p.cache_copies),
+            str(p.host_operations),
+        ]
+        for p in found.programs
+    ]
+    columns = [
+        "program", "compile s", "arguments GiB", "temporaries GiB", "peak GiB",
+        "collectives (loop: a round)", "scatters", "cache copies", "host",
+    ]  # fmt: skip
+    steps = [
+        [
+            s.name,
+            f"{s.flops / 1e9:.1f}",
+            f"{s.bytes / 1e9:.3f}",
+            f"{s.collective_bytes / 1e6:.2f}",
+            f"{s.seconds * 1e3:.3f}",
+        ]
+        for s in found.steps
+    ]
+    return [
+        ("programs, per chip", columns, programs),
+        ("steps, per chip", ["step", "GFLOP", "GB", "collectives MB", "roofline ms"], steps),
+    ]
+
+
+def show(found: Compiled) -> None:
+    """Prints the report."""
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    for title, columns, rows in tables(found):
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for line in lines(found):
+        console.print(line, highlight=False)
+
+
+def write(found: Compiled, folder: pathlib.Path) -> None:
+    """Writes aot.json and aot.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = dataclasses.asdict(found) | {
+        "programs": [p._asdict() for p in found.programs],
+        "steps": [s._asdict() for s in found.steps],
+        "fits": found.fits,
+        "peak": found.peak,
+    }
+    (folder / "aot.json").write_text(json.dumps(content, indent=1))
+    text = [f"# {found.slice}", "", *lines(found)]
+    for title, columns, rows in tables(found):
+        text += [
+            "",
+            f"## {title}",
+            "",
+            "| " + " | ".join(columns) + " |",
+            "|" + "---|" * len(columns),
+        ]
+        text += ["| " + " | ".join(row) + " |" for row in rows]
+    (folder / "aot.md").write_text("\n".join(text) + "\n")

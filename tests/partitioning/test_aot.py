@@ -1,0 +1,137 @@
+"""Ahead-of-time compiles: slices by name, what the report counts, and T5-XXL on a v4 chip and a v4-8."""
+
+import json
+
+import jax
+import pytest
+
+from specjax.drafters.small_model import SmallModel
+from specjax.partitioning import aot, chips, topology
+from tests import toys
+from tests.partitioning.test_tpu_guard import t5
+
+pytest.importorskip("libtpu")
+pytestmark = pytest.mark.tpu
+
+
+@pytest.fixture(autouse=True)
+def decoding_precision():
+    with jax.default_matmul_precision("default"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "extent"),
+    [
+        ("v4-2", 1, "v4:1x1x1"),
+        ("v4-8", 4, "v4:2x2x1"),
+        ("v4-512", 256, "v4:4x8x8"),
+        ("v5p-8", 4, "v5p:2x2x1"),
+        ("v5e-8", 8, "v5e:2x4"),
+        ("v6e-256", 256, "v6e:16x16"),
+    ],
+)
+def test_slices_by_name(name, count, extent):
+    """v4 and v5p count cores, v5e and v6e chips; libtpu knows all of them."""
+    found = chips.parse(name)
+    assert (found.name, found.chips, found.topology) == (name, count, extent)
+    assert len(topology.devices(found.topology)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v4-4", "of v4 there are v4-2, v4-8, v4-16"),
+        ("v3-8", "slices are of v4, v5e, v5p, v6e"),
+        ("tpu", "e.g. v4-8"),
+    ],
+)
+def test_an_unknown_slice_names_the_known_ones(name, said):
+    with pytest.raises(ValueError, match=f"unknown slice '{name}'.*{said}"):
+        chips.parse(name)
+
+
+HLO = """
+%body (p: f32[8]) -> f32[8] {
+  %all-reduce.1 = (bf16[1,8,4096]{2,1,0}, f32[4]{0}) all-reduce(%a, %b), replica_groups={}
+  %all-gather-start.1 = (f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%c), dimensions={0}
+  %all-gather-done.1 = f32[8,4]{1,0} all-gather-done(%all-gather-start.1)
+  %collective-permute-start.1 = (s32[6]{0}, s32[6]{0}, u32[], u32[]) collective-permute-start(%d)
+  %fusion.1 = f32[8]{0} fusion(%d), kind=kLoop, calls=%x
+}
+"""
+
+
+def test_collectives_are_counted_once_with_their_bytes():
+    found = aot.collectives(list(topology.instructions(HLO)))
+    assert found["all-reduce"] == (1, 8 * 4096 * 2 + 4 * 4)
+    assert found["all-gather"] == (1, 8 * 4 * 4)
+    assert found["collective-permute"] == (1, 6 * 4)
+    assert len(found) == 3
+
+
+def test_a_report_of_a_tiny_decode(tmp_path):
+    """Two groups of two chips: rows and heads split; everything of the report is there."""
+    sizes = dict(num_heads=4, emb_dim=64, mlp_dim=128, dtype="bfloat16")
+    target, draft = toys.tiny_t5(**sizes, num_decoder_layers=2), toys.tiny_t5(**sizes)
+    options = dict(num_partitions=2, batch_size=4, input_length=16, max_decode_len=16)
+    drafter = lambda model: SmallModel(model, 3)  # noqa: E731
+    found = aot.decode(target, draft, drafter, "v4-8", output_dir=str(tmp_path), **options)
+    prefill, run = found.programs
+    assert found.fits and found.smallest == "v4-8" and found.mesh == {"data": 2, "model": 2}
+    assert run.host_operations == run.cache_copies == 0
+    # Megatron's: three a decoder layer and one of the embedding, for the verify block; for the
+    # draft twice (its first block and its scan); the rest are scalars of laws over the vocabulary.
+    assert run.collectives["all-reduce"][0] >= (3 * 2 + 1) + 2 * (3 + 1)
+    assert prefill.collectives["all-reduce"][0] <= 2 * (2 + 1)
+    assert [s.name for s in found.steps] == [
+        "plain, 1 token", "verify, 4 tokens", "draft, 2 tokens", "draft, 1 token",
+    ]  # fmt: skip
+    assert found.c > 0 and found.v >= 1
+    content = json.loads((tmp_path / "aot.json").read_text())
+    assert content["fits"] and content["peak"] == found.peak
+    assert "| loop |" in (tmp_path / "aot.md").read_text()
+
+
+def test_rows_that_do_not_divide_are_one_line():
+    with pytest.raises(ValueError, match="3 rows do not divide over 4 groups"):
+        aot.decode(toys.tiny_t5(), topology_name="v4-8", batch_size=3)
+    with pytest.raises(ValueError, match="3 model partitions do not divide the 4 devices"):
+        aot.decode(toys.tiny_t5(), topology_name="v4-8", num_partitions=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parts"), [("v4-2", 1), ("v4-8", 4)])
+def test_xxl_with_small_on_a_chip_and_on_a_v4_8(name, parts):
+    """It fits; a Megatron-style split's all-reduces and no more; no cache copied, no host asked."""
+    drafter = lambda model: SmallModel(model, 7)  # noqa: E731
+    found = aot.decode(t5("xxl", None), t5("small", None), drafter, name, num_partitions=parts)
+    prefill, run = found.programs
+    assert found.fits
+    assert run.host_operations == run.cache_copies == run.scatters == 0
+    assert prefill.compile_seconds + run.compile_seconds < 180
+    if parts == 1:
+        assert run.collectives == {}
+    else:
+        # Prefill: two a layer and the embedding's; the draft's six heads keep it whole.
+        assert prefill.collectives["all-reduce"][0] == 2 * 24 + 1
+        plain, verify, *_ = found.steps
+        wide = 8 * 4096 * 2  # a verify block of the residual stream
+        assert (3 * 24 + 1) * wide <= verify.collective_bytes < (3 * 24 + 2) * wide
+        assert plain.collective_bytes * 8 == pytest.approx(verify.collective_bytes, rel=0.1)
+
+
+def test_what_does_not_fit_says_so_and_what_would():
+    """XXL in float32 on one chip: 44 GB of 32."""
+    found = aot.Compiled(
+        "v4-2", {"data": 1, "model": 1}, {}, [program(40), program(42)], [], 4 * chips.GIB,
+        32 * chips.GIB, None, None, None,
+    )  # fmt: skip
+    assert not found.fits and found.peak == 46 * chips.GIB
+    assert aot._smallest(found, chips.parse("v4-2"), 1) == "v4-8"
+    (line, *_) = aot.lines(found)
+    assert "46.00 of 32 GiB" in line and "does not fit; no slice of this chip" in line
+
+
+def program(gib: int) -> aot.Program:
+    return aot.Program("x", 1.0, 0, 0, gib * chips.GIB, {}, 0, 0, 0)
