@@ -60,6 +60,12 @@ flags.DEFINE_string(
     "Write a profile (TensorBoard, Perfetto) of the run here; of bench, some rounds of every method, "
     "from which the report then reads where their time goes, and c.",
 )
+flags.DEFINE_bool(
+    "multihost", False, "Join the processes of a Cloud TPU or GKE job to one program."
+)
+flags.DEFINE_string("coordinator_address", None, "Elsewhere: host and port of process 0.")
+flags.DEFINE_integer("process_count", None, "Elsewhere: how many processes there are.")
+flags.DEFINE_integer("process_index", None, "Elsewhere: which of them this is.")
 flags.DEFINE_bool("traceback", False, "Show the traceback of an error, not one line.")
 
 
@@ -115,6 +121,10 @@ def set_up(values: flags.FlagValues) -> None:
         folder = pathlib.Path(values.compilation_cache_dir).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    if values.multihost or values.coordinator_address or values.process_count is not None:
+        from specjax.partitioning import hosts
+
+        hosts.initialize(values.coordinator_address, values.process_count, values.process_index)
     if values.tfds_data_dir:
         os.environ["TFDS_DATA_DIR"] = values.tfds_data_dir
 

@@ -19,6 +19,7 @@ SIZES = {
 }  # fmt: skip
 REQUIRED = {
     "runs/infer.gin": "CHECKPOINT_PATH INFER_OUTPUT_DIR MIXTURE_OR_TASK_NAME",
+    "runs/aot.gin": "TARGET TOPOLOGY",
     "runs/eval.gin": "CHECKPOINT_PATH EVAL_OUTPUT_DIR MIXTURE_OR_TASK_NAME",
     "papers/leviathan2022_table2_ende.gin": "TARGET_CHECKPOINT_PATH DRAFT_SMALL_CHECKPOINT_PATH "
     "DRAFT_BASE_CHECKPOINT_PATH DRAFT_LARGE_CHECKPOINT_PATH VOCABULARY_PATH OUTPUT_DIR",
@@ -29,6 +30,7 @@ PARTS = (
     "papers/leviathan2022_finetune_ende.gin",
     "papers/leviathan2022_finetune_cnndm.gin",
     "runs/finetune.gin",
+    "tpu/models.gin",
 )
 FINETUNE = "MODEL_DIR INITIAL_CHECKPOINT_PATH MIXTURE_OR_TASK_NAME"
 for _task in ("ende", "cnndm"):
@@ -58,13 +60,13 @@ def test_flan_models_are_v1_1_models(name):
 
 
 @pytest.mark.parametrize(
-    "name", [n for d in ("runs", "papers", "examples", "train") for n in files(d)]
+    "name", [n for d in ("runs", "papers", "examples", "train", "tpu") for n in files(d)]
 )
 def test_what_runs_parses_once_its_required_macros_are_set(name):
     """And says which one is missing otherwise."""
     macros = REQUIRED.get(name, "").split()
     bindings = [f"{macro}='x'" for macro in macros]
-    if name.startswith("runs"):
+    if name in ("runs/infer.gin", "runs/eval.gin"):
         bindings.append("TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}")
     if name in PARTS:
         return  # included by others
@@ -72,6 +74,20 @@ def test_what_runs_parses_once_its_required_macros_are_set(name):
     for missing in macros:
         with pytest.raises(ValueError, match="not subsequently overridden"):
             config.parse([f"configs/{name}"], [b for b in bindings if not b.startswith(missing)])
+
+
+def test_a_slice_s_file_names_models_and_slice():
+    """What the file is called is what it says."""
+    config.parse(["configs/tpu/t5_xxl_base_v4_8.gin"])
+    sizes = {name: config.macro(name).config.emb_dim for name in ("TARGET", "DRAFT")}
+    assert sizes == {"TARGET": 4096, "DRAFT": 768}
+    assert (config.macro("TOPOLOGY"), config.macro("NUM_PARTITIONS")) == ("v4-8", 4)
+    for name in ("small", "base", "large", "xxl"):
+        config.parse(["configs/tpu/models.gin"])
+        macro = {"xxl": "TARGET"}.get(name, name.upper())
+        ours = config.macro(macro)
+        config.parse([f"configs/models/t5_1_1_{name}.gin"], ["DTYPE='bfloat16'"])
+        assert ours == config.macro("MODEL")
 
 
 def test_methods_add_a_drafter_to_a_run():

@@ -7,6 +7,7 @@ This file knows only the protocols of `specjax.decode.interfaces`, never a concr
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -174,6 +175,11 @@ def row_axes(decoder: Decoder) -> tuple[str, ...]:
     """The axes of its mesh that rows are split over."""
     names = () if decoder.mesh is None else decoder.mesh.axis_names
     return tuple(name for name in names if name != "model")
+
+
+def row_shards(decoder: Decoder) -> int:
+    """How many groups of devices rows are split over."""
+    return math.prod(decoder.mesh.shape[name] for name in row_axes(decoder))
 
 
 def one_round(decoder: Decoder, params: Params, state: State, *, sampling: Sampling) -> State:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Key
 
-from specjax.decode import loop, stopping
+from specjax.decode import devices, loop, stopping
 from specjax.decode.interfaces import Params, Prompt
 from specjax.decode.loop import Decoded, Decoder, State
 from specjax.decode.sampling import Sampling
@@ -61,10 +61,17 @@ class Refill:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if not 0 <= self.group <= self.batch_size:
             raise ValueError(f"group must lie in 0 .. {self.batch_size}, got {self.group}")
+        if self.batch_size % loop.row_shards(self.decoder):
+            raise ValueError(
+                f"{self.batch_size} rows do not divide over the mesh's "
+                f"{loop.row_shards(self.decoder)} groups of devices"
+            )
 
     @property
     def rows_at_once(self) -> int:
-        return self.group or max(1, self.batch_size // 4)
+        """Prompts read at a time: as many for every group of devices."""
+        shards = loop.row_shards(self.decoder)
+        return -(-(self.group or max(1, self.batch_size // 4)) // shards) * shards
 
     def __call__(
         self,
@@ -91,6 +98,8 @@ class Refill:
         """
         sampling.check(self.decoder.eos_id)
         law, waiting = sampling.rows(self.batch_size), iter(requests)
+        if self.decoder.mesh is not None:
+            law = devices.put_rows(law, self.decoder.mesh)
         numbers, state = np.full(self.batch_size, IDLE), None
         begin = functools.partial(self._insert, params, key, stopping.stops(stop))
         while True:
@@ -99,7 +108,7 @@ class Refill:
             if not busy:
                 return
             wanted = min(self.rows_at_once, busy) if more else busy
-            ended = jnp.int32(self.batch_size - busy + wanted)
+            ended = np.int32(self.batch_size - busy + wanted)
             state = run_until(self.decoder, params, state, law, ended)
             yield from self._take(state, numbers)
 
@@ -117,15 +126,17 @@ class Refill:
 
     def _insert(self, params, key, stops, state, requests: list[Request], rows) -> State:
         prompt, ids = self._pad(requests)
-        fresh = loop.jit_start(self.decoder, params, prompt, loop.row_keys(key, ids), stops)
+        keys = loop.row_keys(key, jnp.asarray(ids))
+        prompt, keys = devices.put_rows((prompt, keys), self.decoder.mesh)
+        fresh = loop.jit_start(self.decoder, params, prompt, keys, stops)
         if state is None:
             state = spread(fresh, self.batch_size)
         # Rows past the batch are dropped: that is where the copies that fill up a group go.
         places = np.full(self.rows_at_once, self.batch_size, np.int32)
         places[: len(rows)] = rows
-        return insert(state, fresh, jnp.asarray(places))
+        return insert(state, fresh, places)
 
-    def _pad(self, requests: list[Request]) -> tuple[Prompt, Int[Array, "R"]]:
+    def _pad(self, requests: list[Request]) -> tuple[Prompt, np.ndarray]:
         tokens = np.zeros((self.rows_at_once, self.input_length), np.int32)
         lengths = np.zeros(self.rows_at_once, np.int32)
         ids = np.zeros(self.rows_at_once, np.int32)
@@ -136,11 +147,11 @@ class Refill:
                     f"prompt {request.number} has {size} ids, allowed are 1 to {self.input_length}"
                 )
             tokens[row, :size], lengths[row], ids[row] = request.tokens, size, request.number
-        return Prompt(jnp.asarray(tokens), jnp.asarray(lengths)), jnp.asarray(ids)
+        return Prompt(tokens, lengths), ids
 
     def _take(self, state: State, numbers: np.ndarray) -> Iterator[tuple[int, Decoded]]:
         """Outputs of the rows that have ended; those rows become idle."""
-        out = jax.device_get(loop.jit_decoded(self.decoder, state))
+        out = devices.fetch(loop.jit_decoded(self.decoder, state))
         for row in np.flatnonzero((out.finish_reason != stopping.LIVE) & (numbers != IDLE)):
             number, numbers[row] = int(numbers[row]), IDLE
             yield number, jax.tree.map(lambda x, row=row: x[row], out)
@@ -151,9 +162,17 @@ def run_until(
     decoder: Decoder, params: Params, state: State, sampling: Sampling, ended: Int[Array, ""]
 ) -> State:
     """Rounds until ``ended`` rows of the batch have ended."""
-    body = functools.partial(loop.one_round, decoder, params, sampling=sampling)
-    over = lambda s: (s.finish != stopping.LIVE).sum(dtype=jnp.int32) < ended  # noqa: E731
-    return lax.while_loop(over, lambda s: body(s), state)
+    whole, rows, split = loop.WHOLE, loop.ROWS, loop.STATE
+    batch = state.finish.shape[0]
+
+    def go(params, state, sampling, ended):
+        body = functools.partial(loop.one_round, decoder, params, sampling=sampling)
+        over = lambda s: batch - loop.live_rows(decoder, s) < ended  # noqa: E731
+        return lax.while_loop(over, lambda s: body(s), state)
+
+    return loop.apart(decoder, go, (whole, split, rows, whole), split)(
+        params, state, sampling, ended
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)

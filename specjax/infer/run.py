@@ -1,5 +1,6 @@
 """``--run_mode=infer`` and ``--run_mode=eval``: decode a task or file; score it."""
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -24,6 +25,9 @@ from specjax.decode.verify import SpeculativeSampling
 from specjax.infer import outputs, system
 from specjax.infer.outputs import Outputs
 from specjax.infer.system import Checkpoint, System
+from specjax.partitioning import hosts
+from specjax.partitioning import mesh as meshes
+from specjax.partitioning.rules import Partitioner
 
 REASONS = ("live", "stop", "length", "error")
 
@@ -92,6 +96,7 @@ def infer(
     sampling: Sampling = Sampling(),
     stop: Sequence[Sequence[int]] = (),
     settings: Settings = Settings(),
+    partitioner: Partitioner | None = None,
 ) -> epath.Path:
     """Decodes a source into ``<task>-predict.jsonl-SSSSS-of-NNNNN``, in input order.
 
@@ -107,6 +112,7 @@ def infer(
       sampling: logit processors, temperature, top-k, top-p.
       stop: sequences of ids that end a text, besides EOS.
       settings: sizes.
+      partitioner: the devices to decode on, of all processes; None decodes on one.
 
     Returns:
       The finished file.
@@ -117,25 +123,34 @@ def infer(
     """
     getattr(verifier, "check", lambda _: None)(sampling)
     sampling.check()
-    loaded = system.load(target, drafter, draft)
+    loaded = system.load(target, drafter, draft, partitioner)
     sampling.check(loaded.target.eos_id)
     how = {"verifier": verifier, "sampling": sampling, "stop": stopping.stops(stop)}
     everything = _examples(source, loaded, settings)
     examples = everything[settings.shard :: settings.num_shards]
-    engine = _engine(loaded, verifier, len(examples), settings)
+    engine = _engine(loaded, verifier, len(examples), settings, partitioner)
     where = Outputs(
         output_dir, source.name, len(examples), settings.shard, settings.num_shards,
         settings.part_size,
     )  # fmt: skip
-    outputs.claim(output_dir, _describe(source, loaded, everything, how, settings))
-    config.save(output_dir)
-    missing = where.missing()
+    described = _describe(source, loaded, everything, how, settings)
+
+    def claim() -> list[int]:
+        outputs.claim(output_dir, described)
+        config.save(output_dir)
+        return where.missing()
+
+    missing = hosts.decide(claim)
     if missing:
         began, counts = time.perf_counter(), []
         decoded = _decode(loaded, engine, [examples[i] for i in missing], how, settings)
-        where.collect(_lines(loaded, examples, decoded, settings, counts))
-        _report(where, counts, time.perf_counter() - began)
-    return where.join()
+        lines = _lines(loaded, examples, decoded, settings, counts)
+        if hosts.leads():
+            where.collect(lines)
+            _report(where, counts, time.perf_counter() - began)
+        else:
+            collections.deque(lines, maxlen=0)
+    return epath.Path(hosts.decide(lambda: str(where.join())))
 
 
 def evaluate(
@@ -151,7 +166,7 @@ def evaluate(
       settings: how it decodes.
 
     Returns:
-      The task's metrics.
+      The task's metrics; nothing in processes other than the first.
 
     Raises:
       ValueError: see `infer`; or there are no references, or more than one shard.
@@ -160,6 +175,8 @@ def evaluate(
         raise ValueError("a score needs the whole task: num_shards must be 1")
     source.check_scorable()
     final = infer()
+    if not hosts.leads():
+        return {}
     lines = [json.loads(line) for line in sources.read_lines(final)]
     examples = [Example(i, np.zeros(0, np.int32), line["inputs"]) for i, line in enumerate(lines)]
     found = source.score(examples, [line["prediction"] for line in lines])
@@ -198,10 +215,26 @@ def _describe(source, loaded, examples, how: dict, settings: Settings) -> dict:
     }
 
 
-def _engine(loaded: System, verifier: Verifier, count: int, settings: Settings) -> Refill:
+def _engine(
+    loaded: System,
+    verifier: Verifier,
+    count: int,
+    settings: Settings,
+    partitioner: Partitioner | None,
+) -> Refill:
     """The batch of a shard of ``count`` examples: the same however many are left to decode."""
-    model, rows = loaded.target, max(1, min(settings.batch_size, count))
-    decoder = Decoder(model, settings.max_decode_len, loaded.drafter, verifier, model.eos_id)
+    mesh = None if partitioner is None else partitioner.mesh
+    decoder = Decoder(
+        loaded.target,
+        settings.max_decode_len,
+        loaded.drafter,
+        verifier,
+        loaded.target.eos_id,
+        mesh=mesh,
+    )
+    shards = 1 if mesh is None else meshes.row_shards(mesh)
+    rows = max(1, min(settings.batch_size, count))
+    rows = -(-rows // shards) * shards  # rows without a prompt stay idle
     return Refill(decoder, rows, settings.input_length, min(settings.group, rows))
 
 
@@ -213,7 +246,9 @@ def _decode(
     key = jax.random.key(settings.seed)
     with jax.default_matmul_precision("highest"):  # TF32 would change tokens
         found = engine(loaded.params, requests, how["sampling"], key, how["stop"] or ())
-        yield from progress.track(found, total=len(requests), description="decoding")
+        yield from progress.track(
+            found, total=len(requests), description="decoding", disable=not hosts.leads()
+        )
 
 
 def _lines(

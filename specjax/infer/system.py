@@ -11,9 +11,11 @@ from jaxtyping import PyTree
 
 from specjax import checkpoints
 from specjax.data import vocabulary as vocabularies
+from specjax.decode import devices
 from specjax.decode.interfaces import Drafter, Params
 from specjax.drafters import ngram
 from specjax.models.t5 import T5
+from specjax.partitioning.rules import Partitioner
 from specjax.training import batches
 
 
@@ -35,8 +37,14 @@ class Checkpoint:
     extra_ids: int = 0
     dtype: str = "float32"
 
-    def load(self) -> tuple[T5, PyTree]:
-        """The model and its parameters, laid out for the backend.
+    def load(
+        self, partitioner: Partitioner | None = None, whole: bool | None = None
+    ) -> tuple[T5, PyTree]:
+        """The model and its parameters, laid out for the backend, or on a partitioner's devices.
+
+        Args:
+          partitioner: where parameters lie; None is one device.
+          whole: see `Partitioner.params`.
 
         Raises:
           ValueError: there is no such checkpoint, or it does not fit the model.
@@ -45,7 +53,10 @@ class Checkpoint:
         if model is None:
             found = checkpoints.infer_config(self.path)
             model = T5(dataclasses.replace(found, dtype=self.dtype))
-        params = checkpoints.load_any(self.path, model, model.config.dtype)[1]
+        places = None if partitioner is None else partitioner.params(model, whole)
+        params = checkpoints.load_any(self.path, model, model.config.dtype, places)[1]
+        if partitioner is not None:
+            return model, params
         return model, model.tile(params) if jax.default_backend() == "cpu" else params
 
     def vocabulary(self) -> vocabularies.Base | None:
@@ -82,13 +93,16 @@ class Counts:
     order: int
     vocab_size: int
 
-    def load(self) -> tuple[None, PyTree]:
-        """No model, and the table."""
+    def load(self, partitioner: Partitioner | None = None) -> tuple[None, PyTree]:
+        """No model, and the table (whole on every device)."""
         count = {1: ngram.unigram_table, 2: ngram.bigram_table}.get(self.order)
         if count is None:
             raise ValueError(f"the order must be 1 or 2, got {self.order}")
         rows, lengths = batches.padded(batches.load_pairs(self.path).targets)
-        return None, jnp.asarray(count(rows, lengths, self.vocab_size))
+        table = count(rows, lengths, self.vocab_size)
+        if partitioner is not None:
+            return None, devices.put(table, partitioner.replicated)
+        return None, jnp.asarray(table)
 
 
 class System(NamedTuple):
@@ -111,6 +125,7 @@ def load(
     target: Checkpoint,
     drafter: Callable[..., Drafter] | None = None,
     draft: Checkpoint | Counts | None = None,
+    partitioner: Partitioner | None = None,
 ) -> System:
     """Loads a target and, where a drafter is named, its draft.
 
@@ -118,12 +133,13 @@ def load(
       target: its weights.
       drafter: makes the drafter; called with ``model=`` the draft if that is a model.
       draft: the draft's weights or table, for drafters that have any.
+      partitioner: where parameters lie; None is one device.
 
     Raises:
       ValueError: a checkpoint is missing or does not fit, no vocabulary was found, or target and
         draft do not have the same pieces.
     """
-    model, weights = target.load()
+    model, weights = target.load(partitioner)
     vocabulary = target.vocabulary()
     if vocabulary is None:
         raise ValueError(
@@ -138,7 +154,7 @@ def load(
         return System(model, None, Params(weights, None), vocabulary)
     if draft is None:
         raise ValueError("a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH")
-    small, draft_weights = draft.load()
+    small, draft_weights = draft.load(partitioner)
     if small is None:
         if draft_weights.shape[-1] != model.vocab_size:
             raise ValueError(

@@ -149,6 +149,24 @@ class Partitioner:
             )
 
 
+def partitioner(
+    num_partitions: int = 1,
+    submesh: tuple[int, ...] | None = None,
+    parameter_partitioning_dims: int = 1,
+    activation_partitioning_dims: int = 1,
+    additional_rules: tuple[Rule, ...] = (),
+) -> Partitioner | None:
+    """All devices, under T5X's standard rules; None where there is but one device.
+
+    Args:
+      num_partitions, submesh: see `specjax.partitioning.mesh.make`.
+      parameter_partitioning_dims, activation_partitioning_dims, additional_rules: see `standard`.
+    """
+    rules = standard(parameter_partitioning_dims, activation_partitioning_dims, additional_rules)
+    mesh = meshes.make(num_partitions, submesh)
+    return Partitioner(mesh, rules) if mesh.size > 1 else None
+
+
 def bytes_per_device(tree: PyTree, shardings: PyTree[NamedSharding]) -> int:
     """Bytes of a tree of arrays (or shapes) on one device.
 

@@ -22,6 +22,9 @@ from jaxtyping import Array, Int, Key, PyTree
 from rich import progress as rich_progress
 
 from specjax.checkpoints import native
+from specjax.partitioning import hosts
+from specjax.partitioning.rules import Partitioner
+from specjax.training import placement
 
 
 class Recipe(Protocol):
@@ -126,6 +129,7 @@ def train(
     log_period: int = 20,
     initial_params: PyTree | Callable[[], PyTree] | None = None,
     optimizer: str = "adam",
+    partitioner: Partitioner | None = None,
 ) -> TrainState:
     """Trains to ``schedule.steps``, or until SIGTERM, which saves and returns.
 
@@ -142,6 +146,7 @@ def train(
       checkpoint_period, evaluation_period, log_period: in steps.
       initial_params: start from these, or from what this returns, instead of ``recipe.init``.
       optimizer: "adam" or "adafactor".
+      partitioner: the devices of all processes, and what lies where; None trains on one.
 
     Returns:
       The last state.
@@ -160,16 +165,19 @@ def train(
         _stop_signal() as stopped,
         _progress() as bar,
     ):
-        state = _start(recipe, update, manager, seed, initial_params)
+        state = _start(recipe, update, manager, seed, initial_params, partitioner)
         native.describe(folder, recipe.model, native.RUN)
         run_step = make_step(recipe, update)
-        evaluate = make_evaluation(recipe, validation or {})
+        evaluate = make_evaluation(recipe, validation or {}, partitioner)
         task = bar.add_task("training", total=schedule.steps, loss="")
         meter = _Meter()
         for step in range(int(state.step), schedule.steps):
-            state, sums = run_step(state, batches[step])
+            state, sums = run_step(state, placement.place(batches[step], partitioner))
             meter.add(sums)
-            done, last, stop = step + 1, step + 1 == schedule.steps, stopped()
+            done, last = step + 1, step + 1 == schedule.steps
+            # Processes stop together; to ask all of them costs time, so that is not done in every step.
+            together = jax.process_count() == 1 or done % every.log == 0
+            stop = together and hosts.any_of(stopped())
             bar.update(task, completed=done)
             if done % every.log == 0:
                 report = meter.read()
@@ -226,14 +234,17 @@ def make_step(recipe: Recipe, optimizer: optax.GradientTransformation):
     return jax.jit(step, donate_argnums=0)
 
 
-def make_evaluation(recipe: Recipe, data: Mapping[str, Batches]):
+def make_evaluation(
+    recipe: Recipe, data: Mapping[str, Batches], partitioner: Partitioner | None = None
+):
     """Returns ``evaluate(params) -> {name: averages}`` over all batches of each data set."""
     loss = jax.jit(recipe.evaluate)
 
     def evaluate(params: PyTree) -> dict[str, dict[str, float]]:
         out = {}
         for name, batches in data.items():
-            sums = [jax.device_get(loss(params, batches[i])) for i in range(len(batches))]
+            placed = (placement.place(batches[i], partitioner) for i in range(len(batches)))
+            sums = [jax.device_get(loss(params, batch)) for batch in placed]
             out[name] = averages(jax.tree.map(lambda *x: sum(x), *sums))
         return out
 
@@ -257,7 +268,7 @@ def save(manager: ocp.CheckpointManager, state: TrainState) -> None:
     manager.save(step, args=ocp.args.Composite(**items))
 
 
-def _start(recipe, optimizer, manager, seed, initial_params) -> TrainState:
+def _start(recipe, optimizer, manager, seed, initial_params, partitioner) -> TrainState:
     key = jax.random.key(seed)
 
     def fresh(params=None) -> TrainState:
@@ -265,12 +276,19 @@ def _start(recipe, optimizer, manager, seed, initial_params) -> TrainState:
         noise = jax.random.key_data(jax.random.fold_in(key, 1))
         return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), noise)
 
+    shardings = None
+    if partitioner is not None:
+        what = recipe.model, optimizer, jax.eval_shape(fresh)
+        shardings = placement.state_shardings(partitioner, *what)
     if manager.latest_step() is None:
         if callable(initial_params):
             initial_params = initial_params()
         # A copy: the step donates its state, and the caller may still need what it passed in.
-        return jax.jit(fresh)(jax.tree.map(jnp.copy, initial_params))
-    abstract = jax.eval_shape(fresh)._asdict()
+        return jax.jit(fresh, out_shardings=shardings)(jax.tree.map(jnp.copy, initial_params))
+    abstract = jax.eval_shape(fresh)
+    if shardings is not None:
+        abstract = placement.shapes(abstract, shardings)
+    abstract = abstract._asdict()
     args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
     restored = manager.restore(manager.latest_step(), args=args)
     state = TrainState(**restored["state"])
@@ -288,6 +306,7 @@ def _progress() -> rich_progress.Progress:
         *rich_progress.Progress.get_default_columns(),
         rich_progress.MofNCompleteColumn(),
         rich_progress.TextColumn("{task.fields[loss]}"),
+        disable=not hosts.leads(),
     )
 
 
@@ -303,7 +322,7 @@ def _stop_signal():
 
 
 class _Log:
-    """``metrics.jsonl`` and TensorBoard scalars."""
+    """``metrics.jsonl`` and TensorBoard scalars, of the first process."""
 
     def __init__(self, folder: pathlib.Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -312,16 +331,21 @@ class _Log:
     def __enter__(self):
         from tensorboardX import SummaryWriter
 
+        if not hosts.leads():
+            return self
         self.lines = open(self.folder / "metrics.jsonl", "a")
         self.board = SummaryWriter(str(self.folder / "tensorboard"))
         return self
 
     def write(self, step: int, name: str, report: dict[str, float]) -> None:
+        if not hosts.leads():
+            return
         self.lines.write(json.dumps({"step": step, "data": name, **report}) + "\n")
         self.lines.flush()
         for key, value in report.items():
             self.board.add_scalar(f"{name}/{key}", value, step)
 
     def __exit__(self, *error):
-        self.lines.close()
-        self.board.close()
+        if hosts.leads():
+            self.lines.close()
+            self.board.close()

@@ -1,0 +1,53 @@
+"""Arrays between one host's memory and a mesh that may span several hosts.
+
+With several processes all of them run the same program on the same host values; each puts its share on
+its own devices.
+"""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+
+def put(tree: PyTree, sharding: Sharding | PyTree[Sharding]) -> PyTree:
+    """Puts host values (the same in every process) on a mesh.
+
+    Args:
+      tree: NumPy arrays, or anything that becomes one; typed random keys too.
+      sharding: one for all leaves, or a tree of them.
+
+    Returns:
+      Global arrays.
+    """
+    if isinstance(sharding, Sharding):
+        return jax.tree.map(lambda x: _put(x, sharding), tree)
+    return jax.tree.map(_put, tree, sharding)
+
+
+def _put(x, sharding: Sharding) -> jax.Array:
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x if x.sharding == sharding else jax.device_put(x, sharding)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def put_rows(tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """Splits the first axis of every leaf over all of the mesh's axes but ``model``."""
+    if mesh is None:
+        return jax.tree.map(jax.numpy.asarray, tree)
+    axes = tuple(name for name in mesh.axis_names if name != "model")
+    return put(tree, NamedSharding(mesh, P(axes)))
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """The whole of every array as NumPy, in every process."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
