@@ -136,7 +136,7 @@ def test_what_one_process_refuses_stops_all(folder, tmp_path):
 # Training.
 
 
-def tune(folder, out, steps) -> list[str]:
+def tune(folder, out, steps, parts=2) -> list[str]:
     """Fine-tuning of a tiny T5 on the shipped examples."""
     sizes = {"emb_dim": 16, "num_heads": 4, "head_dim": 8, "mlp_dim": 32, "vocab_size": 8000}
     sizes |= {"num_encoder_layers": 1, "num_decoder_layers": 2}
@@ -150,7 +150,7 @@ def tune(folder, out, steps) -> list[str]:
         "EVAL_STEPS": 1,
         "EVAL_PERIOD": 100,
         "CHECKPOINT_PERIOD": 2,
-        "NUM_PARTITIONS": 2,
+        "NUM_PARTITIONS": parts,
     }
     bindings = [f"target/t5.T5Config.{name}={value}" for name, value in sizes.items()]
     bindings += [f"{name}={value!r}" for name, value in macros.items()]
@@ -174,7 +174,7 @@ def corpus(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_killed_process_ends_the_job_and_the_next_start_goes_on(folder, corpus, tmp_path):
     """Two processes, one of them killed after a checkpoint: the same parameters as one process alone."""
-    finish(start(tune(folder, tmp_path / "one", 8), 1, 1))
+    finish(start(tune(folder, tmp_path / "one", 8, parts=1), 1, 1))
     out = tmp_path / "two"
     running = start(tune(folder, out, 8), 2, 2)
     steps = lambda: [p.name for p in (out / "checkpoints").glob("[0-9]*")]  # noqa: E731
