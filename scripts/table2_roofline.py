@@ -1,4 +1,4 @@
-"""Leviathan et al.'s Table 2 beside rooflines of our compiled steps, on one TPU v4 chip that need not be there.
+"""Leviathan et al.'s Table 2 beside rooflines of our compiled steps, on a TPU v4 chip that need not be there.
 
   python scripts/table2_roofline.py
 

@@ -35,7 +35,7 @@ import sys
 from absl import app, flags
 
 MODES = {
-    "aot": "specjax.partitioning.aot.decode",
+    "aot": "specjax.partitioning.aot.run",
     "bench": "specjax.bench.run.bench",
     "eval": "specjax.infer.run.evaluate",
     "infer": "specjax.infer.run.infer",
@@ -81,8 +81,17 @@ def main(argv: list[str]) -> None:
             raise
         text = str(error).split("\n  In call to configurable")[0]  # gin's own addition
         print(f"specjax: {' '.join(text.split())}", file=sys.stderr)
-        print("specjax: --traceback shows where", file=sys.stderr)
-        sys.exit(2)
+        print("specjax: --traceback shows where", file=sys.stderr, flush=True)
+        _leave(2)
+
+
+def _leave(code: int) -> None:
+    """Exits; one of several processes at once, since the others may be waiting for it."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run() -> None:
@@ -121,10 +130,11 @@ def set_up(values: flags.FlagValues) -> None:
         folder = pathlib.Path(values.compilation_cache_dir).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    if values.multihost or values.coordinator_address or values.process_count is not None:
+    given = values.coordinator_address, values.process_count, values.process_index
+    if values.multihost or any(x is not None for x in given):
         from specjax.partitioning import hosts
 
-        hosts.initialize(values.coordinator_address, values.process_count, values.process_index)
+        hosts.initialize(*given)
     if values.tfds_data_dir:
         os.environ["TFDS_DATA_DIR"] = values.tfds_data_dir
 

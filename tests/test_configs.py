@@ -31,6 +31,7 @@ PARTS = (
     "papers/leviathan2022_finetune_cnndm.gin",
     "runs/finetune.gin",
     "tpu/models.gin",
+    "runs/aot_train.gin",
 )
 FINETUNE = "MODEL_DIR INITIAL_CHECKPOINT_PATH MIXTURE_OR_TASK_NAME"
 for _task in ("ende", "cnndm"):

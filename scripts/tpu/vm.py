@@ -3,7 +3,7 @@
   python scripts/tpu/vm.py create  --name=spec --zone=us-central2-b --slice=v4-8
   python scripts/tpu/vm.py install --name=spec --zone=us-central2-b
   python scripts/tpu/vm.py run     --name=spec --zone=us-central2-b -- \
-      --run_mode=bench --gin_file=configs/papers/leviathan2022_table2_ende.gin --gin.OUTPUT_DIR="'gs://mine/out'"
+      --run_mode=infer --gin_file=configs/runs/infer.gin --gin.INFER_OUTPUT_DIR="'gs://mine/out'" ...
   python scripts/tpu/vm.py logs    --name=spec --zone=us-central2-b
   python scripts/tpu/vm.py delete  --name=spec --zone=us-central2-b
 
@@ -63,7 +63,10 @@ def install(args: argparse.Namespace) -> list[Command]:
     archive = pathlib.Path("runs/tpu/specjax.tar.gz")
     unpack = (
         "mkdir -p specjax && tar xzf specjax.tar.gz -C specjax && cd specjax && "
-        "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[tpu]'"
+        # the images' own Python is 3.10
+        "python3 -m pip install -q --user uv && export PATH=$HOME/.local/bin:$PATH && "
+        "uv venv -q --allow-existing --python 3.11 .venv && "
+        "uv pip install -q -p .venv -c constraints.txt -e '.[tpu]'"
     )
     return [
         ["mkdir", "-p", str(archive.parent)],
@@ -77,10 +80,13 @@ def run(args: argparse.Namespace) -> list[Command]:
     """One program over all workers; what follows ``--`` goes to ``specjax.main``."""
     if not args.arguments:
         raise ValueError("say what to run after --, e.g. -- --run_mode=infer --gin_file=...")
-    words = shlex.join(["--multihost", *args.arguments])
+    text = " ".join(args.arguments).replace("=", " ")
+    alone = "--run_mode bench" in text  # it measures one chip
+    words = shlex.join(args.arguments if alone else ["--multihost", *args.arguments])
+    # In braces, or the shell that waits for the job would hold the connection open.
     command = (
-        f"cd specjax && nohup .venv/bin/python -m specjax.main {words} > ~/{LOG} 2>&1 "
-        "< /dev/null & sleep 1"
+        f"cd specjax && {{ nohup .venv/bin/python -m specjax.main {words} > ~/{LOG} 2>&1 "
+        "< /dev/null & } ; sleep 1"
     )
     return [ssh(args, command)]
 

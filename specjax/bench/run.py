@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from specjax import assets
+from specjax import assets, runs
 from specjax.analysis import theory
 from specjax.bench import harness, machine, profile, report
 from specjax.bench.harness import Costs, Measured, Method, Runner, Workload
@@ -108,7 +108,11 @@ def bench(
       SystemExit: greedy output differed from plain decoding's by more than near-ties (the report is
         written first).
     """
-    began, folder = time.perf_counter(), pathlib.Path(output_dir)
+    if jax.process_count() > 1:
+        raise ValueError("bench measures one process on one device; start it without --multihost")
+    began, folder = time.perf_counter(), pathlib.Path(runs.local(output_dir, "reports"))
+    for rule, temperature in itertools.product((verifiers or {}).values(), settings.temperatures):
+        getattr(rule, "check", lambda _: None)(Sampling(temperature))
     lossy = [name for name, rule in (verifiers or {}).items() if not rule.lossless]
     if lossy:
         raise ValueError(f"{', '.join(lossy)}: no lossless rule, its output is not the target's")

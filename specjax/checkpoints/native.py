@@ -130,7 +130,7 @@ def load_run(path: str | os.PathLike, abstract: PyTree, step: int | None = None)
       step: a saved step, the newest by default.
 
     Raises:
-      ValueError: no such checkpoint.
+      ValueError: no such checkpoint, or it has other parameters (all are named).
     """
     folder = pathlib.Path(path).expanduser().resolve() / "checkpoints"
     if not folder.is_dir():
@@ -139,6 +139,10 @@ def load_run(path: str | os.PathLike, abstract: PyTree, step: int | None = None)
         step = manager.latest_step() if step is None else step
         if step not in manager.all_steps():
             raise ValueError(f"no checkpoint of step {step} in {folder}: {manager.all_steps()}")
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = _metadata(checkpointer, folder / str(step) / "state")["params"]
+        wanted = structure.shapes(abstract)
+        structure.check(structure.shapes(found), wanted, f"step {step} of {folder}")
         args = ocp.args.PyTreeRestore(
             {"params": abstract},
             partial_restore=True,
@@ -149,13 +153,18 @@ def load_run(path: str | os.PathLike, abstract: PyTree, step: int | None = None)
 
 def _shapes(checkpointer: ocp.StandardCheckpointer, folder: pathlib.Path) -> dict[str, Any]:
     """Name to shape, from Orbax's metadata."""
+    return structure.shapes(_metadata(checkpointer, folder))
+
+
+def _metadata(checkpointer: ocp.StandardCheckpointer, folder: pathlib.Path) -> PyTree:
+    """The tree that was saved, without its arrays."""
     try:
         found = checkpointer.metadata(folder).item_metadata
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{folder} is no Orbax checkpoint: {_first_line(error)}") from error
     if found is None:  # Orbax itself only warns
         raise ValueError(f"{folder} is no Orbax checkpoint, or its metadata are lost")
-    return structure.shapes(found.tree)
+    return found.tree
 
 
 def _first_line(error: Exception) -> str:

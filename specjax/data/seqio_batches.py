@@ -45,10 +45,11 @@ class SeqioBatches:
     Attributes:
       name: a seqio task or mixture.
       lengths: ``{"inputs": …, "targets": …}`` in ids, EOS included; longer ones are cut.
-      batch_size: examples per batch; a last one that is not full is left out.
+      batch_size: examples per batch.
       split: which split.
       seed: of the shuffling; None reads in order.
-      batches: how many there are: for evaluation; None goes on from epoch to epoch without end.
+      batches: how many are read at most, of one pass, for evaluation: a last batch that is not full
+        is left out; None goes on from epoch to epoch without end.
       model: what reads the batches; the task must not have more pieces than its ``vocab_size``.
       use_cached: read the task's cached examples, from seqio's cache directories.
       modules: imported first, so that they register the task; ours and T5's by default.
@@ -72,17 +73,36 @@ class SeqioBatches:
     def __len__(self) -> int:
         if self.batches is None:
             raise TypeError(f"{self.name} is read without end; set batches")
-        return self.batches
+        return self._length
+
+    @functools.cached_property
+    def _length(self) -> int:
+        """How many full batches one pass has, up to ``batches``."""
+        found = sum(1 for _ in self._dataset().take(self.batches))
+        if not found:
+            raise ValueError(
+                f"{self.name}, {self.split}: fewer than the {self.batch_size} examples of one batch"
+            )
+        return found
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
         """The batch at a position.
 
         Raises:
-          IndexError: the split has fewer batches, though it is read once only.
+          IndexError: there are fewer.
+          ValueError: the split has too few examples for one batch.
         """
-        if self.batches is not None and not 0 <= position < self.batches:
-            raise IndexError(f"{self.name}: batch {position} of {self.batches}")
-        return _model_inputs(self._reader.read(position))
+        if self.batches is not None and not 0 <= position < len(self):
+            raise IndexError(f"{self.name}: batch {position} of {len(self)}")
+        return self._read(position)
+
+    def _read(self, position: int) -> dict[str, np.ndarray]:
+        try:
+            return _model_inputs(self._reader.read(position))
+        except StopIteration:
+            raise ValueError(
+                f"{self.name}, {self.split}: there is no batch {position} of {self.batch_size} examples"
+            ) from None
 
     @functools.cached_property
     def _reader(self) -> "_Reader":
@@ -108,7 +128,7 @@ class SeqioBatches:
             self.lengths,
             dataset_split=self.split,
             shuffle=self.seed is not None,
-            num_epochs=None,
+            num_epochs=None if self.batches is None else 1,
             feature_converter=seqio.EncDecFeatureConverter(pack=False),
             use_cached=self.use_cached,
             seed=self.seed,

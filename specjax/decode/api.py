@@ -167,6 +167,9 @@ def _prepare(
     verifier = SpeculativeSampling() if verifier is None else verifier
     sampling.check(eos_id)
     _check(prompt, max_decode_len, num_decodes)
+    rows, shards = prompt.tokens.shape[0], loop.row_shards(mesh)
+    if rows % shards:
+        raise ValueError(f"{rows} rows do not divide over the mesh's {shards} groups of devices")
     check = getattr(verifier, "check", None)
     if drafter is not None and check is not None:
         check(sampling)

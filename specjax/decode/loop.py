@@ -167,19 +167,18 @@ def live_rows(decoder: Decoder, state: State) -> Int[Array, ""]:
     write one exchange of data for all groups, which a group that has left the loop would miss.
     """
     count = (state.finish == stopping.LIVE).sum(dtype=jnp.int32)
-    axes = row_axes(decoder)
+    axes = row_axes(decoder.mesh)
     return lax.psum(count, axes) if axes else count
 
 
-def row_axes(decoder: Decoder) -> tuple[str, ...]:
-    """The axes of its mesh that rows are split over."""
-    names = () if decoder.mesh is None else decoder.mesh.axis_names
-    return tuple(name for name in names if name != "model")
+def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
+    """The axes of a mesh that rows are split over."""
+    return () if mesh is None else tuple(n for n in mesh.axis_names if n != "model")
 
 
-def row_shards(decoder: Decoder) -> int:
+def row_shards(mesh: Mesh | None) -> int:
     """How many groups of devices rows are split over."""
-    return math.prod(decoder.mesh.shape[name] for name in row_axes(decoder))
+    return math.prod(mesh.shape[name] for name in row_axes(mesh))
 
 
 def one_round(decoder: Decoder, params: Params, state: State, *, sampling: Sampling) -> State:
@@ -348,7 +347,7 @@ def apart(decoder: Decoder, function: Callable, given: tuple, out: Any) -> Calla
     mesh = decoder.mesh
     if mesh is None:
         return function
-    axes = row_axes(decoder)
+    axes = row_axes(mesh)
     place = lambda tree: jax.tree.map(lambda rows: P(axes) if rows else P(), tree)  # noqa: E731
     return jax.shard_map(
         function,

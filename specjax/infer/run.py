@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 from rich import progress
 
-from specjax import config
+from specjax import config, runs
 from specjax.checkpoints import structure
 from specjax.data import sources
 from specjax.data.sources import Example, Source
@@ -22,7 +22,7 @@ from specjax.decode.loop import Decoded, Decoder
 from specjax.decode.refill import Refill, Request
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import SpeculativeSampling
-from specjax.infer import outputs, system
+from specjax.infer import system
 from specjax.infer.outputs import Outputs
 from specjax.infer.system import Checkpoint, System
 from specjax.partitioning import hosts
@@ -136,7 +136,7 @@ def infer(
     described = _describe(source, loaded, everything, how, settings)
 
     def claim() -> list[int]:
-        outputs.claim(output_dir, described)
+        runs.claim(output_dir, described)
         config.save(output_dir)
         return where.missing()
 

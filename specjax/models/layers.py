@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 # Outputs per tile of a tiled weight: the widest that divides the outputs is taken.
@@ -153,6 +155,20 @@ def dropout(key: Key[Array, ""], rate: float) -> Callable[[Array], Array]:
         return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
 
     return drop
+
+
+def rows_apart(x: Float[Array, "B *rest"]) -> Array:
+    """Splits rows over all axes of the mesh in use but ``model``; as it is where there is none.
+
+    Where parameters are split over those axes too, the compiler would otherwise move activations to
+    them instead of the other way round. Inside of a decode rows are apart already.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = tuple(n for n, kind in kinds.items() if n != "model" and kind == AxisType.Auto)
+    if math.prod(mesh.shape[n] for n in axes) == 1:
+        return x
+    return lax.with_sharding_constraint(x, P(axes, *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
 def attend(

@@ -255,15 +255,15 @@ class T5:
         steps = jnp.arange(decoder_inputs.shape[1], dtype=jnp.int32)
         relative = (steps[None] - steps[:, None])[None]
         causal = layers.mask_bias(relative <= 0)[:, None]
-        x = drop(embed(config, params, decoder_inputs))
+        x = layers.rows_apart(drop(embed(config, params, decoder_inputs)))
         stack = params["decoder"]
         for layer in _stack(stack):
             bias = _bias(config, stack, layer, relative, bidirectional=False) + causal
             self_attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)], drop)  # noqa: E731
             cross = (*cross_kv(config, layer, encoded), cross_bias)
-            x = decoder_layer(config, layer, x, self_attend, cross, drop)
+            x = layers.rows_apart(decoder_layer(config, layer, x, self_attend, cross, drop))
         x = layers.rms_norm(x, stack["decoder_norm"]["scale"], config.norm_eps)
-        return project_logits(config, params, drop(x))
+        return layers.rows_apart(project_logits(config, params, drop(x)))
 
 
 def encode(
@@ -278,13 +278,13 @@ def encode(
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     relative = (steps[None] - steps[:, None])[None]
     padding = layers.mask_bias(mask)[:, None, None]
-    x = drop(embed(config, params, tokens))
+    x = layers.rows_apart(drop(embed(config, params, tokens)))
     for layer in _stack(stack):
         bias = _bias(config, stack, layer, relative, bidirectional=True) + padding
         y = layers.rms_norm(x, layer["pre_attention_layer_norm"]["scale"], config.norm_eps)
         attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)], drop)  # noqa: E731
         x = x + drop(self_attention(config, layer["attention"], y, attend))
-        x = x + drop(feed_forward(config, layer, x, drop))
+        x = layers.rows_apart(x + drop(feed_forward(config, layer, x, drop)))
     return drop(layers.rms_norm(x, stack["encoder_norm"]["scale"], config.norm_eps))
 
 

@@ -1,8 +1,9 @@
-"""--run_mode=aot: compiles a decode for a named TPU slice, without a TPU, and says what it will do there.
+"""--run_mode=aot: compiles a decode or a training step for a TPU slice that is not there, and reads it.
 
 What libtpu compiles is the program that would run: its memory, collectives and copies are facts. Times
 are rooflines of the compiled steps: the larger of operations over peak and bytes over bandwidth, plus
-what the collectives move over the interconnect.
+what the collectives' results hold over the interconnect. Of a training step they are a lower bound: its
+activations' traffic is not counted.
 """
 
 import collections
@@ -14,7 +15,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jaxtyping import PyTree
 from rich.console import Console
 from rich.table import Table
 
+from specjax import runs
 from specjax.decode import loop
 from specjax.decode.interfaces import Block, Drafter, Params, Prompt
 from specjax.decode.loop import Decoder
@@ -31,6 +33,8 @@ from specjax.models.t5 import T5
 from specjax.partitioning import chips, topology
 from specjax.partitioning import mesh as meshes
 from specjax.partitioning.rules import Partitioner, Rule, standard
+from specjax.training import loop as training
+from specjax.training import placement
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 HOST = re.compile(
@@ -90,9 +94,10 @@ class Compiled:
       slice: the slice's name.
       mesh: its axes and their sizes.
       settings: what was asked for.
-      programs: prefill and loop.
+      programs: prefill and loop, or the training step.
       steps: the plain step, the verify step and the draft's steps.
-      held: bytes on one device of parameters that the loop does not read (encoders).
+      held: bytes on one device of parameters that only prefill reads (encoders, cross-attention's keys
+        and values).
       memory: HBM of a chip.
       c, v: draft step and verify step over a plain step, from the rooflines; None without a draft.
       smallest: the smallest slice of this chip that holds it.
@@ -112,8 +117,8 @@ class Compiled:
     @property
     def peak(self) -> int:
         """Bytes of HBM on a device while it runs."""
-        prefill, run = self.programs
-        return max(prefill.peak, run.peak + self.held)
+        *first, last = self.programs
+        return max([last.peak + self.held, *(program.peak for program in first)])
 
     @property
     def fits(self) -> bool:
@@ -153,10 +158,12 @@ def decode(
       What was found; it is also printed.
 
     Raises:
-      ValueError: no such slice, the mesh does not fit it, or rows do not divide.
-      RuntimeError: libtpu is not installed.
+      ValueError: no such slice, the mesh does not fit it, or rows do not divide, or libtpu is not
+        installed.
     """
     settings = dict(locals())
+    if drafter is not None and draft is None:
+        raise ValueError("a drafter is named, but not its draft: set DRAFT")
     where = chips.parse(topology_name)
     mesh = meshes.make(num_partitions, submesh, topology.devices(where.topology))
     partitioner = Partitioner(mesh, rules)
@@ -165,10 +172,7 @@ def decode(
     arguments = job.arguments(batch_size, input_length, max_decode_len)
     prefill, run, state = _programs(*arguments)
     steps = job.steps(arguments, state, where.chip)
-    held = sum(
-        _bytes(x) for p in (arguments[1].target, arguments[1].draft) if p is not None
-        for x in jax.tree.leaves(p.get("encoder", {}))
-    )  # fmt: skip
+    held = sum(_only_prefill(params) for params in arguments[1] if params is not None)
     found = Compiled(
         where.name,
         dict(mesh.shape),
@@ -180,11 +184,95 @@ def decode(
         *_ratios(steps, arguments[0]),
         None,
     )
-    found = dataclasses.replace(found, smallest=_smallest(found, where, num_partitions))
-    show(found)
-    if output_dir is not None:
-        write(found, pathlib.Path(output_dir))
-    return found
+    found = dataclasses.replace(found, smallest=_smallest(found, where, mesh.shape["model"]))
+    return _report(found, output_dir)
+
+
+def train(
+    recipe: Any,
+    lengths: Mapping[str, int],
+    topology_name: str = "v4-64",
+    num_partitions: int = 1,
+    submesh: tuple[int, ...] | None = None,
+    parameter_partitioning_dims: int = 2,
+    optimizer: str = "adafactor",
+    batch_size: int = 128,
+    output_dir: str | None = None,
+) -> Compiled:
+    """Compiles a training step for a slice that need not be there.
+
+    Args:
+      recipe: what is trained on which loss; it reads what `SeqioBatches` gives.
+      lengths: ``{"inputs": …, "targets": …}``.
+      topology_name, num_partitions, submesh: as for `decode`.
+      parameter_partitioning_dims: see `specjax.partitioning.rules.standard`.
+      optimizer: see `specjax.training.loop.train`.
+      batch_size: rows, over all devices.
+      output_dir: as for `decode`.
+
+    Returns:
+      What was found; it is also printed.
+
+    Raises:
+      ValueError: no such slice, the mesh does not fit it, or rows do not divide, or libtpu is not
+        installed.
+    """
+    settings = dict(locals())
+    where = chips.parse(topology_name)
+    mesh = meshes.make(num_partitions, submesh, topology.devices(where.topology))
+    partitioner = Partitioner(mesh, standard(parameter_partitioning_dims))
+    partitioner.check_rows(batch_size)
+    update = training.make_optimizer(optimizer, training.Schedule())
+    step = training.make_step(recipe, update)
+    state, batch = _training(recipe, update, partitioner, lengths, batch_size)
+    began = time.perf_counter()
+    with placement.using(partitioner):
+        compiled = step.lower(state, batch).compile()
+    program = _program("step", compiled, time.perf_counter() - began, (), whole=True)
+    flops = compiled.cost_analysis()["flops"]
+    moved = sum(size for _, size in program.collectives.values())
+    once = 2 * program.arguments  # parameters and optimizer, read and written
+    seconds = max(flops / where.chip.flops, once / where.chip.bandwidth)
+    seconds += moved / where.chip.interconnect
+    size = f"step, {batch_size} examples"
+    found = Compiled(
+        where.name,
+        dict(mesh.shape),
+        {name: _said(value) for name, value in settings.items() if name != "output_dir"},
+        [program],
+        [Step(size, flops, once, moved, seconds)],
+        0,
+        where.chip.memory,
+        None,
+        None,
+        None,
+    )
+    found = dataclasses.replace(found, smallest=_smallest(found, where, mesh.size))
+    return _report(found, output_dir)
+
+
+def _training(recipe, update, partitioner: Partitioner, lengths, batch_size: int) -> tuple:
+    """Abstract state and batch of a training step."""
+
+    def fresh() -> training.TrainState:
+        params = recipe.init(jax.random.key(0))
+        noise = jax.random.key_data(jax.random.key(1))
+        return training.TrainState(params, update.init(params), jnp.zeros((), jnp.int32), noise)
+
+    state = jax.eval_shape(fresh)
+    state = _placed(state, placement.state_shardings(partitioner, recipe.model, update, state))
+    shape = {"inputs": lengths["inputs"], "input_mask": lengths["inputs"]}
+    shape |= dict.fromkeys(("decoder_inputs", "targets", "weights"), lengths["targets"])
+    kinds = {"input_mask": jnp.bool_, "weights": jnp.float32}
+    row = lambda name: jax.ShapeDtypeStruct(  # noqa: E731
+        (batch_size, shape[name]), kinds.get(name, jnp.int32), sharding=partitioner.rows
+    )
+    return state, {name: row(name) for name in shape}
+
+
+def run(job: Callable[[], Compiled]) -> Compiled:
+    """``--run_mode=aot``: one of `decode` and `train`, with its bindings."""
+    return job()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,17 +407,33 @@ def _ratios(steps: list[Step], decoder: Decoder) -> tuple[float | None, float | 
     return (first + (gamma - 1) * more) / gamma / plain, verify / plain
 
 
-def _smallest(found: Compiled, where: chips.Slice, num_partitions: int) -> str | None:
-    """The smallest slice that holds it, if the model is split further as the slice grows.
+def _smallest(found: Compiled, where: chips.Slice, split: int) -> str | None:
+    """The smallest slice that holds it, if what is split goes on being split as the slice grows.
 
-    Larger ones are reckoned: what is split over the model axis shrinks with it.
+    Larger ones are reckoned, not compiled.
+
+    Args:
+      found: what was compiled.
+      where: for which slice.
+      split: over how many chips what it holds was split.
     """
     if found.fits:
         return where.name
     for larger in where.larger[1:]:
-        if found.peak * found.mesh["model"] / larger.chips <= 0.95 * found.memory:
+        if found.peak * split / larger.chips <= 0.95 * found.memory:
             return larger.name
     return None
+
+
+def _only_prefill(params: PyTree) -> int:
+    """Bytes of parameters that the loop has no use for, but which lie there: it ends at prefill."""
+
+    def once(path) -> bool:
+        names = [key.key for key in path]
+        cross = "encoder_decoder_attention" in names and ("key" in names or "value" in names)
+        return names[0] == "encoder" or cross
+
+    return sum(_bytes(leaf) for path, leaf in jax.tree.leaves_with_path(params) if once(path))
 
 
 def _unread(model: T5, params: PyTree) -> int:
@@ -358,6 +462,13 @@ def _said(value) -> Any:
     return value if isinstance(value, int | str | None) else repr(value)
 
 
+def _report(found: Compiled, output_dir: str | None) -> Compiled:
+    show(found)
+    if output_dir is not None:
+        write(found, pathlib.Path(runs.local(output_dir, "reports")))
+    return found
+
+
 def lines(found: Compiled) -> list[str]:
     """What is said in words."""
     gib = chips.GIB
@@ -367,7 +478,7 @@ def lines(found: Compiled) -> list[str]:
     ]
     if not found.fits:
         out[0] += ": it does not fit; " + (
-            f"the smallest slice that holds it is {found.smallest} with the model split over all chips"
+            f"by estimate the smallest slice that holds it is {found.smallest}, split over all its chips"
             if found.smallest
             else "no slice of this chip holds it"
         )

@@ -64,11 +64,6 @@ def make(
     return _mesh(_grid(shape, submesh, devices), AXES)
 
 
-def single(device: jax.Device) -> Mesh:
-    """One device with both axes, so that code for meshes serves it too."""
-    return _mesh(np.array([[device]]), AXES)
-
-
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes that rows are split over."""
     return tuple(name for name in mesh.axis_names if name != "model")

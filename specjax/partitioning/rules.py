@@ -6,7 +6,6 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,22 +24,20 @@ LOGICAL_AXES = frozenset(
 
 def standard(
     parameter_partitioning_dims: int = 1,
-    activation_partitioning_dims: int = 1,
     additional_rules: tuple[Rule, ...] = (),
 ) -> tuple[Rule, ...]:
-    """T5X's standard logical axis rules.
+    """T5X's standard logical axis rules; activations are split by rows and heads only.
 
     Args:
       parameter_partitioning_dims: 2 also splits parameters over the axis of rows (``embed`` on
         ``data``), as large models are trained.
-      activation_partitioning_dims: 2 also splits the residual stream over ``model``.
       additional_rules: appended, so they only say what the standard ones leave open.
 
     Raises:
       ValueError: a number other than 1 or 2, or an axis that is none.
     """
-    if {parameter_partitioning_dims, activation_partitioning_dims} - {1, 2}:
-        raise ValueError("parameters and activations are partitioned in 1 or 2 dimensions")
+    if parameter_partitioning_dims not in (1, 2):
+        raise ValueError("parameters are partitioned in 1 or 2 dimensions")
     rules: tuple[Rule, ...] = (
         ("batch", "data"),
         ("vocab", "model"),
@@ -48,8 +45,6 @@ def standard(
         ("heads", "model"),
         ("joined_kv", "model"),
     )
-    if activation_partitioning_dims == 2:
-        rules += (("embed", "model"),)
     if parameter_partitioning_dims == 2:
         rules += (("embed", "data"),)
     rules += tuple(
@@ -78,15 +73,19 @@ def spec(
     Raises:
       ValueError: an axis that no rule and no model knows.
     """
-    taken, out = set(), []
-    for name, size in zip(axes, shape, strict=True):
-        if name not in LOGICAL_AXES and name not in {rule[0] for rule in rules}:
-            raise ValueError(f"no rule for the logical axis {name!r}")
-        fits = lambda w: w in mesh.shape and w not in taken and size % mesh.shape[w] == 0  # noqa: B023, E731
-        said = (where for rule, where in rules if rule == name)
-        where = next((w for w in said if w is None or fits(w)), None)
-        taken.add(where)
-        out.append(where)
+    unknown = [n for n in axes if n not in LOGICAL_AXES and n not in {rule for rule, _ in rules}]
+    if unknown:
+        raise ValueError(f"no rule for the logical axis {unknown[0]!r}")
+    out, settled = [None] * len(axes), set()
+    for name, where in rules:  # in their order: mlp before embed, wherever they stand in the array
+        for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+            if axis != name or i in settled:
+                continue
+            if where is None:
+                settled.add(i)
+            elif where in mesh.shape and where not in out and size % mesh.shape[where] == 0:
+                out[i] = where
+                settled.add(i)
     while out and out[-1] is None:
         out.pop()
     return PartitionSpec(*out)
@@ -144,8 +143,7 @@ class Partitioner:
         shards = meshes.row_shards(self.mesh)
         if batch % shards:
             raise ValueError(
-                f"{batch} rows do not divide over {shards} groups of devices; pad to "
-                f"{-(-batch // shards) * shards} (`pad_rows`), or take another mesh"
+                f"{batch} rows do not divide over {shards} groups of devices; take a multiple of {shards}"
             )
 
 
@@ -153,16 +151,15 @@ def partitioner(
     num_partitions: int = 1,
     submesh: tuple[int, ...] | None = None,
     parameter_partitioning_dims: int = 1,
-    activation_partitioning_dims: int = 1,
     additional_rules: tuple[Rule, ...] = (),
 ) -> Partitioner | None:
     """All devices, under T5X's standard rules; None where there is but one device.
 
     Args:
       num_partitions, submesh: see `specjax.partitioning.mesh.make`.
-      parameter_partitioning_dims, activation_partitioning_dims, additional_rules: see `standard`.
+      parameter_partitioning_dims, additional_rules: see `standard`.
     """
-    rules = standard(parameter_partitioning_dims, activation_partitioning_dims, additional_rules)
+    rules = standard(parameter_partitioning_dims, additional_rules)
     mesh = meshes.make(num_partitions, submesh)
     return Partitioner(mesh, rules) if mesh.size > 1 else None
 
@@ -179,11 +176,3 @@ def bytes_per_device(tree: PyTree, shardings: PyTree[NamedSharding]) -> int:
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(of, tree, shardings)))
-
-
-def as_dict(rules: tuple[Rule, ...]) -> Mapping[str, list[str | None]]:
-    """All that is said of each logical axis, in order."""
-    found: dict[str, list[str | None]] = {}
-    for name, where in rules:
-        found.setdefault(name, []).append(where)
-    return found

@@ -67,10 +67,10 @@ def devices(name: str = "v4:1x1x1") -> list[jax.Device]:
       name: generation and chips along each axis, e.g. ``v4:2x2x1`` or ``v5e:2x4``.
 
     Raises:
-      RuntimeError: libtpu is not installed, or knows no such slice.
+      ValueError: libtpu is not installed, or knows no such slice.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise RuntimeError("compiling for a described TPU needs libtpu: pip install specjax[tpu]")
+        raise ValueError("compiling for a described TPU needs libtpu: pip install specjax[tpu]")
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     extent = tuple(int(n) for n in name.partition(":")[2].split("x"))
@@ -82,7 +82,7 @@ def devices(name: str = "v4:1x1x1") -> list[jax.Device]:
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except jax.errors.JaxRuntimeError as error:
-        raise RuntimeError(f"libtpu knows no {name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"libtpu knows no {name}: {str(error).splitlines()[0]}") from None
     return found.devices
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
+from specjax.decode import devices
 from specjax.models.t5 import T5
 from specjax.training.loop import Batches
 from specjax.training.teacher import load_target
@@ -32,7 +33,7 @@ class TeacherBatches:
     batches: Batches
     teacher: T5
     path: str | None = None
-    params: PyTree = None
+    params: PyTree = dataclasses.field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -56,7 +57,9 @@ class TeacherBatches:
         return jax.jit(read)
 
 
-def from_teacher(model: T5, teacher: T5, path: str, seed: int = 0) -> PyTree:
+def from_teacher(
+    model: T5, teacher: T5, path: str, seed: int = 0, shardings: PyTree | None = None
+) -> PyTree:
     """A draft to start from that knows the target's pieces; all else is random.
 
     Its embedding and output layer are the target's, reduced to the draft's width by their singular
@@ -68,6 +71,7 @@ def from_teacher(model: T5, teacher: T5, path: str, seed: int = 0) -> PyTree:
       teacher: the target, with the same vocabulary; neither has tied embeddings.
       path: its parameters, as `load_target` reads them.
       seed: of the rest.
+      shardings: where the draft's parameters go; None is one device.
 
     Raises:
       ValueError: the draft is wider, has other pieces, or has tied embeddings.
@@ -81,7 +85,7 @@ def from_teacher(model: T5, teacher: T5, path: str, seed: int = 0) -> PyTree:
     pieces, output = params["token_embedder"], params["decoder"]["logits_dense"]
     pieces["embedding"] = _reduced(known["token_embedder"]["embedding"], pieces["embedding"])
     output["weight"] = _reduced(known["decoder"]["logits_dense"]["weight"], output["weight"])
-    return params
+    return params if shardings is None else devices.put(params, shardings)
 
 
 def _reduced(wide: Array, narrow: Array) -> Array:

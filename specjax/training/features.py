@@ -15,14 +15,18 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from jaxtyping import Array, PyTree
 from rich import progress
 
+from specjax import runs
 from specjax.checkpoints import structure
 from specjax.models.t5 import T5
 from specjax.training.batches import Seq2SeqBatches
 from specjax.training.teacher import load_target
 
+# How many batches of the plan are in the arrays.
+MARKER = "done.json"
 # Padded tokens the target reads at a time, whatever the size of the batches that are trained on.
 PADDED = 2560
 
@@ -72,7 +76,7 @@ class FeatureBatches:
         params = load_target(self.teacher, self.path)
         pairs = self.batches.originals_pairs
         examples = _digest(pairs.inputs, pairs.targets)
-        what = (structure.fingerprint(params), self.top, examples, self.batches.shapes)
+        what = (structure.fingerprint(params), self.top, examples, self.batches.shapes, PADDED)
         place = pathlib.Path(self.folder).expanduser() / _digest([repr(what).encode()])
         store = _Store.open(place, pairs, self.teacher.config.emb_dim, self.top)
         store.fill(self.batches, functools.partial(_read(self.teacher, self.top), params))
@@ -124,6 +128,8 @@ class _Store:
     @classmethod
     def open(cls, folder: pathlib.Path, pairs, width: int, top: int) -> "_Store":
         folder.mkdir(parents=True, exist_ok=True)
+        if any(not (folder / f"{name}.npy").exists() for name in ("encoded", "ids", "log_probs")):
+            (folder / MARKER).unlink(missing_ok=True)  # what is made anew is empty
         lengths = [[len(x) for x in pairs.inputs], [len(x) for x in pairs.targets]]
         starts = np.concatenate([[[0, 0]], np.cumsum(np.array(lengths, np.int64).T, axis=0)])
         sources, targets = starts[-1].tolist()
@@ -148,7 +154,7 @@ class _Store:
 
     def fill(self, batches: Seq2SeqBatches, read) -> None:
         """Computes what is not there yet."""
-        plan, marker = list(_plan(batches)), self.folder / "done.json"
+        plan, marker = list(_plan(batches)), epath.Path(self.folder / MARKER)
         done = json.loads(marker.read_text()) if marker.exists() else 0
         left = range(done, len(plan))
         for number in progress.track(left, description="reading the target") if left else ():
@@ -162,7 +168,7 @@ class _Store:
             if number % 50 == 49 or number == len(plan) - 1:
                 for array in (self.encoded, self.ids, self.log_probs):
                     array.flush()
-                marker.write_text(json.dumps(number + 1))
+                runs.write_whole(marker, json.dumps(number + 1))
 
 
 def _rows(shape: tuple[int, int]) -> int:

@@ -6,6 +6,7 @@ position are saved together, and a batch is a function of its position.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import signal
@@ -21,7 +22,9 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Int, Key, PyTree
 from rich import progress as rich_progress
 
+from specjax import config, runs
 from specjax.checkpoints import native
+from specjax.decode import devices
 from specjax.partitioning import hosts
 from specjax.partitioning.rules import Partitioner
 from specjax.training import placement
@@ -117,6 +120,17 @@ def adafactor(schedule: Schedule) -> optax.GradientTransformation:
 OPTIMIZERS = {"adam": adam, "adafactor": adafactor}
 
 
+def make_optimizer(name: str, schedule: Schedule) -> optax.GradientTransformation:
+    """One of `OPTIMIZERS`.
+
+    Raises:
+      ValueError: there is none of this name.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}, known are {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](schedule)
+
+
 def train(
     recipe: Recipe,
     batches: Batches,
@@ -144,7 +158,8 @@ def train(
       validation: name to data; all batches of each are read at every evaluation.
       seed: initial parameters and noise.
       checkpoint_period, evaluation_period, log_period: in steps.
-      initial_params: start from these, or from what this returns, instead of ``recipe.init``.
+      initial_params: start from these instead of ``recipe.init``; or a function that is called with
+        ``shardings=`` those of the parameters (None for one device) and returns them.
       optimizer: "adam" or "adafactor".
       partitioner: the devices of all processes, and what lies where; None trains on one.
 
@@ -152,18 +167,18 @@ def train(
       The last state.
 
     Raises:
-      ValueError: there is no such optimizer.
+      ValueError: there is no such optimizer, or ``output_dir`` holds another run or is remote.
     """
-    folder = pathlib.Path(output_dir).expanduser().resolve()
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {optimizer!r}, known are {', '.join(OPTIMIZERS)}")
-    update = OPTIMIZERS[optimizer](schedule)
+    folder = pathlib.Path(runs.local(output_dir, "training runs")).expanduser().resolve()
+    update = make_optimizer(optimizer, schedule)
+    hosts.decide(functools.partial(_claim, folder, recipe, batches, optimizer, seed))
     every = _Periods(checkpoint_period, evaluation_period, log_period)
     with (
         ocp.CheckpointManager(folder / "checkpoints", options=_options()) as manager,
         _Log(folder) as log,
         _stop_signal() as stopped,
         _progress() as bar,
+        placement.using(partitioner),
     ):
         state = _start(recipe, update, manager, seed, initial_params, partitioner)
         native.describe(folder, recipe.model, native.RUN)
@@ -276,25 +291,43 @@ def _start(recipe, optimizer, manager, seed, initial_params, partitioner) -> Tra
         noise = jax.random.key_data(jax.random.fold_in(key, 1))
         return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), noise)
 
-    shardings = None
+    abstract, places = jax.eval_shape(fresh), None
     if partitioner is not None:
-        what = recipe.model, optimizer, jax.eval_shape(fresh)
-        shardings = placement.state_shardings(partitioner, *what)
+        places = placement.state_shardings(partitioner, recipe.model, optimizer, abstract)
     if manager.latest_step() is None:
-        if callable(initial_params):
-            initial_params = initial_params()
-        # A copy: the step donates its state, and the caller may still need what it passed in.
-        return jax.jit(fresh, out_shardings=shardings)(jax.tree.map(jnp.copy, initial_params))
-    abstract = jax.eval_shape(fresh)
-    if shardings is not None:
-        abstract = placement.shapes(abstract, shardings)
-    abstract = abstract._asdict()
+        params = _initial(initial_params, None if places is None else places.params)
+        return jax.jit(fresh, out_shardings=places, donate_argnums=0)(params)
+    if places is None:
+        # Else Orbax puts the state back on the devices that it was saved from.
+        places = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = jax.tree.map(lambda _: places, abstract)
+    abstract = placement.shapes(abstract, places)._asdict()
     args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
     restored = manager.restore(manager.latest_step(), args=args)
     state = TrainState(**restored["state"])
     if restored["data"]["position"] != int(state.step):
         raise ValueError(f"checkpoint {manager.latest_step()}: data position and step disagree")
     return state
+
+
+def _initial(given, shardings) -> PyTree | None:
+    """Parameters to start from, which the caller does not hold: they are given away."""
+    if callable(given):
+        return given(shardings=shardings)
+    if given is None:
+        return None
+    if shardings is not None:
+        return devices.put(given, shardings)
+    return jax.tree.map(jnp.copy, given)
+
+
+def _claim(folder: pathlib.Path, recipe: Recipe, batches: Batches, optimizer, seed) -> None:
+    """Makes the folder this run's; how long it trains may change from start to start."""
+    named = type(batches).__repr__ is not object.__repr__  # which would tell where it lies in memory
+    data = repr(batches) if named else type(batches).__name__
+    described = {"recipe": repr(recipe), "data": data, "optimizer": optimizer, "seed": seed}
+    runs.claim(str(folder), described)
+    config.save(str(folder))
 
 
 def _options() -> ocp.CheckpointManagerOptions:

@@ -1,5 +1,6 @@
 """Where a training run's state and batches lie: parameters by the rules of a mesh, rows over its devices."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -43,6 +44,11 @@ def state_shardings(
         transform_non_params=lambda _: whole,
     )
     return state._replace(params=params, optimizer=moments, step=whole, key=whole)
+
+
+def using(partitioner: Partitioner | None) -> contextlib.AbstractContextManager:
+    """While it lasts, models see the mesh (`layers.rows_apart`)."""
+    return contextlib.nullcontext() if partitioner is None else jax.set_mesh(partitioner.mesh)
 
 
 def place(batch: dict, partitioner: Partitioner | None) -> dict:

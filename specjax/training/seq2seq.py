@@ -45,11 +45,12 @@ class Seq2Seq:
         return total, {"loss": entropy, "accuracy": right, "tokens": weights.sum()}
 
 
-def pretrained(model: T5, path: str) -> PyTree:
+def pretrained(model: T5, path: str, shardings: PyTree | None = None) -> PyTree:
     """Parameters to fine-tune, in float32, from any checkpoint that `checkpoints.load_any` reads.
 
     Args:
       model: what they must fit.
       path: the checkpoint.
+      shardings: each leaf goes straight there; None is one device.
     """
-    return checkpoints.load_any(path, model, "float32")[1]
+    return checkpoints.load_any(path, model, "float32", shardings)[1]

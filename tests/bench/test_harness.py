@@ -14,6 +14,7 @@ from specjax.data.sources import Heldout, TextFile
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import stats
 from specjax.decode.interfaces import Params, Prompt
+from specjax.decode.verify import BlockVerification, GreedyMatch, LenientSampling
 from specjax.drafters.small_model import SmallModel
 from specjax.models.t5 import T5, T5Config
 
@@ -178,3 +179,34 @@ def test_cells():
     assert report.cell("identical", False) == "NO"
     assert report.cell("c", 0.0512) == "0.051"
     assert report.cell("speedup_quartiles", [1.0, 2.0]) == "1.00–2.00"
+
+
+def test_a_lossy_rule_is_no_method_of_a_report(tmp_path):
+    lenient = {"lenient": LenientSampling(0.5)}
+    with pytest.raises(ValueError, match="lenient: no lossless rule"):
+        run.bench(run.Settings(), str(tmp_path), verifiers=lenient)
+    with pytest.raises(ValueError, match="GreedyMatch is lossless at temperature 0 only"):
+        run.bench(run.Settings(), str(tmp_path), verifiers={"greedy": GreedyMatch()})
+    with pytest.raises(ValueError, match="reports are written to a local folder, not to gs://x"):
+        run.bench(run.Settings(), "gs://x")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_verifiers_and_profiles_stand_in_the_report(pair, tmp_path, monkeypatch):
+    """Every draft is judged by every rule, under a name of its own; c comes from a profile too."""
+    monkeypatch.setattr(assets, "load_pair", lambda: pair)
+    settings = run.Settings(
+        tasks=("debian_ende",), temperatures=(1.0,), gammas=(0, 2), batch_sizes=(1,), sentences=4,
+        repeats=2, max_decode_len=8,
+    )  # fmt: skip
+    rules = {"block verification": BlockVerification()}
+    traces = tmp_path / "traces"
+    found = run.bench(settings, str(tmp_path), verifiers=rules, profile_dir=str(traces))
+    names = [row["method"] for row in found.rows]
+    assert names == ["plain", "small model", "small model, block verification"]
+    assert [one["method"] for one in found.profile] == names
+    assert found.profile[1]["c"] > 0 and found.profile[0]["c"] is None
+    text = (tmp_path / "report.md").read_text()
+    assert "| task | method |" in text and "| small model, block verification | 2 |" in text
+    assert list(traces.glob("**/*.trace.json.gz"))

@@ -187,7 +187,9 @@ def test_a_killed_process_ends_the_job_and_the_next_start_goes_on(folder, corpus
     running[1].communicate()
     if "8" not in steps():  # it may have been done already
         assert running[0].returncode != 0, said
-    finish(start(tune(folder, out, 8), 2, 2))
+    (resumed, _) = finish(start(tune(folder, out, 8), 2, 2))
+    assert "Found 0 checkpoint steps" not in resumed  # it went on, and did not begin anew
+    assert "8" in steps()
     both = [checkpoints.load_any(tmp_path / name, MODEL)[1] for name in ("one", "two")]
     for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)

@@ -9,6 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from specjax import Sampling, generate
+from specjax.decode import loop
+from specjax.decode.interfaces import Params
+from specjax.decode.refill import Refill, Request
 from specjax.drafters.small_model import SmallModel
 from specjax.partitioning import mesh as meshes
 from specjax.partitioning import rules
@@ -71,16 +74,17 @@ def spec(axes, shape, parts=4, **options):
 
 
 def test_standard_rules_are_t5x_s():
-    """T5X's table: 1-D, 2-D parameters, 2-D activations; an axis of the mesh is given out once."""
+    """T5X's table, 1-D and 2-D parameters, in the order of its rules."""
     assert spec(("mlp", "embed"), (64, 32)) == P("model")
     assert spec(("embed", "joined_kv"), (32, 64)) == P(None, "model")
     assert spec(("vocab", "embed"), (64, 32), parameter_partitioning_dims=2) == P("model", "data")
-    assert spec(("batch", "length", "embed"), (8, 5, 32), activation_partitioning_dims=2) == P(
-        "data", None, "model"
-    )
-    assert spec(("mlp", "vocab"), (64, 64)) == P("model")
-    both = dict(parameter_partitioning_dims=2, activation_partitioning_dims=2)
-    assert spec(("mlp", "embed"), (64, 32), **both) == P("model", "data")
+    assert spec(("batch", "length", "embed"), (8, 5, 32)) == P("data")
+    assert spec(("mlp", "vocab"), (64, 64)) == P(None, "model")  # vocab's rule comes first
+    for axes, where in (
+        (("mlp", "embed"), P("model", "data")),
+        (("embed", "mlp"), P("data", "model")),
+    ):
+        assert spec(axes, (64, 64), parameter_partitioning_dims=2) == where
 
 
 def test_what_the_mesh_does_not_divide_stays_whole():
@@ -116,7 +120,7 @@ def test_a_draft_whose_heads_do_not_divide_stays_whole():
 def test_rows_must_divide():
     partitioner = Partitioner(meshes.make(2))
     partitioner.check_rows(8)
-    with pytest.raises(ValueError, match="6 rows do not divide over 4 groups .* pad to 8"):
+    with pytest.raises(ValueError, match="6 rows do not divide over 4 groups .* multiple of 4"):
         partitioner.check_rows(6)
 
 
@@ -163,9 +167,6 @@ def test_every_mesh_decodes_the_single_device_s_tokens(parts):
 
 def test_caches_are_split_by_rows_and_heads():
     """None lies whole on a device, which nothing in an empty cache would forbid."""
-    from specjax.decode import loop
-    from specjax.decode.interfaces import Params
-
     mesh = meshes.make(4)
     place = Partitioner(mesh)
     both = Params(*(jax.device_put(toys.init(m, 0), place.params(m)) for m in (TARGET, DRAFT)))
@@ -175,3 +176,52 @@ def test_caches_are_split_by_rows_and_heads():
     for cache in (state.cache, state.drafter.cache):
         for x in jax.tree.leaves((cache.kv, cache.cross)):
             assert x.sharding.spec[:2] == ("data", "model"), x.sharding
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_in_float32_greedy_text_differs_by_near_ties_at_most(parts):
+    """Sums over split heads and vocabularies round otherwise (invariant 1)."""
+    params, ask = toys.init(TARGET, 1), toys.ask(4, batch=8)
+    place = Partitioner(meshes.make(parts))
+    options = dict(drafter=SmallModel(DRAFT, 3), max_decode_len=16)
+    draft = toys.init(DRAFT, 1)
+    alone = generate(TARGET, params, ask, draft_params=draft, **options)
+    apart = generate(
+        TARGET,
+        jax.device_put(params, place.params(TARGET)),
+        ask,
+        draft_params=jax.device_put(draft, place.params(DRAFT)),
+        mesh=place.mesh,
+        **options,
+    )
+    toys.differences(TARGET, params, ask, alone, apart)
+
+
+def test_a_queue_is_decoded_on_a_mesh_as_on_one_device():
+    """Rows are refilled in every group of devices; 11 prompts in 8 rows, sampled."""
+    mesh = meshes.make(2)
+    place, key = Partitioner(mesh), jax.random.key(5)
+    both = Params(toys.init(TARGET, 0), toys.init(DRAFT, 0))
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(2, toys.VOCAB, size=n % 5 + 1).astype(np.int32) for n in range(11)]
+    requests = [Request(i, text) for i, text in enumerate(texts)]
+
+    def decode(mesh, params):
+        decoder = loop.Decoder(TARGET, 12, SmallModel(DRAFT, 3), eos_id=1, mesh=mesh)
+        engine = Refill(decoder, 8, 5)
+        found = engine(params, requests, Sampling(1.0), key)
+        return {number: out.tokens[: out.lengths].tolist() for number, out in found}
+
+    split = Params(
+        jax.device_put(both.target, place.params(TARGET)),
+        jax.device_put(both.draft, place.params(DRAFT)),
+    )
+    assert decode(mesh, split) == decode(None, both)
+    with pytest.raises(ValueError, match="6 rows do not divide over the mesh's 4 groups"):
+        Refill(loop.Decoder(TARGET, 12, mesh=mesh), 6, 5)
+
+
+def test_rows_that_do_not_divide_over_a_mesh_are_one_line():
+    params = toys.init(TARGET, 0)
+    with pytest.raises(ValueError, match="3 rows do not divide over the mesh's 8 groups"):
+        generate(TARGET, params, toys.ask(0, batch=3), max_decode_len=4, mesh=meshes.make(1))

@@ -224,5 +224,5 @@ def test_guard_notices_a_rewritten_cache():
 
 def test_missing_libtpu_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"needs libtpu: pip install [^\n]*$"):
+    with pytest.raises(ValueError, match=r"needs libtpu: pip install [^\n]*$"):
         topology.chip()

@@ -1,8 +1,11 @@
 """The TPU VM launcher's dry run: the commands a user would type."""
 
 import importlib.util
+import os
 import pathlib
 import shlex
+import subprocess
+import time
 
 import pytest
 
@@ -69,3 +72,26 @@ def test_what_is_wrong_is_one_line(vm, capsys):
     assert "vm: unknown slice 'v4-4'" in capsys.readouterr().err
     assert vm.main(["run", *COMMON]) == 2
     assert "say what to run after --" in capsys.readouterr().err
+
+
+def test_a_started_job_does_not_hold_the_connection(vm, capsys, tmp_path):
+    """What ssh would run there, run here: it comes back though the job goes on."""
+    (command,) = commands(vm, capsys, "run", *COMMON, "--", "--run_mode=infer")
+    (remote,) = [w.removeprefix("--command=") for w in command if w.startswith("--command=")]
+    python = tmp_path / "specjax" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nsleep 30\n")
+    python.chmod(0o755)
+    home = os.environ | {"HOME": str(tmp_path)}
+    began = time.monotonic()
+    subprocess.run(
+        ["bash", "-c", remote], cwd=tmp_path, env=home, stdout=subprocess.PIPE, timeout=25
+    )
+    assert time.monotonic() - began < 20
+    assert (tmp_path / "specjax.log").exists()
+
+
+def test_bench_measures_one_chip(vm, capsys):
+    for words in (["--run_mode=bench"], ["--run_mode", "bench"]):
+        (command,) = commands(vm, capsys, "run", *COMMON, "--", *words)
+        assert not any("--multihost" in word for word in command)

@@ -69,6 +69,9 @@ def test_resume_is_bit_identical(data, tmp_path):
 
 def test_sigterm_saves_and_the_run_goes_on(data, tmp_path):
     class Stopping:
+        def __repr__(self):
+            return repr(data)
+
         def __len__(self):
             return len(data)
 
@@ -215,13 +218,23 @@ def test_features_are_computed_once_and_a_stopped_computation_goes_on(kept, monk
     np.testing.assert_array_equal(again[0]["teacher_ids"], first["teacher_ids"])
     assert len(calls) == 1
     (marker,) = pathlib.Path(source.folder).glob("*/done.json")
+    kept = first["encoded"].copy()
     marker.unlink()
-    monkeypatch.setattr(features, "PADDED", 256)
-    np.testing.assert_array_equal(dataclasses.replace(source)[1]["encoded"], source[1]["encoded"])
-    assert len(calls) == 5
-    marker.write_text("3")
-    np.testing.assert_array_equal(dataclasses.replace(source)[1]["encoded"], source[1]["encoded"])
+    (marker.parent / "encoded.npy").unlink()  # made anew, so all must be read again
+    np.testing.assert_array_equal(dataclasses.replace(source)[0]["encoded"], kept)
+    assert len(calls) == 2
+    monkeypatch.setattr(features, "PADDED", 256)  # four batches of a plan of its own
+    other = dataclasses.replace(source)
+    np.testing.assert_allclose(other[0]["encoded"], kept, atol=2e-3)  # half precision
     assert len(calls) == 6
+    (marker,) = (m for m in pathlib.Path(source.folder).glob("*/done.json") if m.read_text() == "4")
+    other._store.encoded[:] = 0
+    other._store.encoded.flush()
+    marker.write_text("3")
+    again = dataclasses.replace(source)
+    assert len(calls) == 6
+    assert (again[0]["encoded"] == 0).mean() > (kept == 0).mean()  # three quarters are trusted
+    assert len(calls) == 7
 
 
 def test_a_draft_starts_with_the_target_s_pieces(kept):

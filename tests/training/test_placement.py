@@ -1,5 +1,7 @@
 """Training on a mesh: the single device's losses and parameters, on any split."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -46,7 +48,47 @@ def test_a_mesh_trains_what_one_device_does(data, tmp_path, parts, dims, optimiz
     wanted = {(1, 1): P(), (4, 1): P(None, "model"), (2, 2): P("data", "model")}[parts, dims]
     assert weight.sharding.spec == wanted
     train(data, tmp_path / "moved", 2, place, optimizer)
-    close(alone, train(data, tmp_path / "moved", 4, optimizer=optimizer))
+    moved = train(data, tmp_path / "moved", 4, optimizer=optimizer)
+    close(alone, moved)
+    where = {len(x.sharding.device_set) for x in jax.tree.leaves(moved.params)}
+    assert where == {1}  # it left the mesh
+
+
+def test_parameters_to_start_from_go_to_the_mesh(data, tmp_path):  # noqa: F811
+    """Given as a tree, or by a function that is told where each of them belongs."""
+    place, told = partitioner(4, 1), []
+    given = jax.device_get(MODEL.init(jax.random.key(9)))
+    recipe, none = seq2seq.Seq2Seq(MODEL), loop.Schedule(steps=0)
+
+    def load(shardings):
+        told.append(shardings)
+        return jax.device_put(given, shardings)
+
+    for name, source in (("tree", given), ("function", load)):
+        folder = str(tmp_path / name)
+        state = loop.train(
+            recipe, data, folder, none, initial_params=source, partitioner=place
+        )  # fmt: skip
+        close(state, state._replace(params=given))
+        weight = state.params["decoder"]["layers_0"]["mlp"]["wo"]["weight"]
+        assert weight.sharding.spec == P(None, "model")
+    assert jax.tree.structure(told[0]) == jax.tree.structure(given)
+
+
+def test_another_run_s_folder_is_refused(data, tmp_path):  # noqa: F811
+    """A finished run of other data, recipe or optimizer is not taken for this one's result."""
+    train(data, tmp_path / "run", 2)
+    with pytest.raises(
+        ValueError, match="holds another run .*optimizer: 'adam' there, 'adafactor'"
+    ):
+        train(data, tmp_path / "run", 4, optimizer="adafactor")
+    other = dataclasses.replace(data, seed=7)
+    with pytest.raises(ValueError, match="holds another run .*data: "):
+        train(other, tmp_path / "run", 4)
+    train(data, tmp_path / "run", 3)  # longer is the same run
+    assert (tmp_path / "run" / "config.gin").exists()
+    with pytest.raises(ValueError, match="training runs are written to a local folder"):
+        train(data, "gs://bucket/run", 3)
 
 
 def test_moments_lie_beside_their_parameters():
