@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from specjax.infer import outputs
+from specjax import runs
 from specjax.infer.outputs import Outputs
 
 
@@ -105,10 +105,10 @@ def test_text_outside_ascii_stays_readable(tmp_path):
 
 def test_the_same_run_may_go_on_and_another_may_not(tmp_path):
     mine = {"target": "abc", "seed": 0, "lengths": {"inputs": 4}}
-    outputs.claim(str(tmp_path / "out"), mine)
-    outputs.claim(str(tmp_path / "out"), dict(mine))
+    runs.claim(str(tmp_path / "out"), mine)
+    runs.claim(str(tmp_path / "out"), dict(mine))
     with pytest.raises(ValueError, match=r"holds another run \(seed: 0 there, 1 here\)"):
-        outputs.claim(str(tmp_path / "out"), mine | {"seed": 1})
+        runs.claim(str(tmp_path / "out"), mine | {"seed": 1})
     with pytest.raises(ValueError, match="gamma: None there, 3 here"):
-        outputs.claim(str(tmp_path / "out"), mine | {"gamma": 3})
-    assert json.loads((tmp_path / "out" / outputs.DESCRIPTION).read_text()) == mine
+        runs.claim(str(tmp_path / "out"), mine | {"gamma": 3})
+    assert json.loads((tmp_path / "out" / runs.DESCRIPTION).read_text()) == mine
