@@ -18,7 +18,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
 
 def test_help_names_the_modes():
     out = run("--help")
-    assert "--run_mode: <bench|eval|infer|train>" in out.stdout
+    assert "--run_mode: <aot|bench|eval|infer|train>" in out.stdout
 
 
 def test_a_wrong_mode_is_one_clear_line():
