@@ -24,7 +24,7 @@ def test_help_names_the_modes():
 def test_a_wrong_mode_is_one_clear_line():
     out = run("--run_mode=dream")
     assert out.returncode != 0
-    assert "value should be one of <bench|eval|infer|train>" in out.stderr
+    assert "value should be one of <aot|bench|eval|infer|train>" in out.stderr
 
 
 def test_a_missing_gin_file_is_one_clear_line():
