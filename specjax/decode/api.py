@@ -203,7 +203,9 @@ def _check_lengths(what: str, prompt: Prompt, least: int) -> None:
     (batch, width), length = prompt.tokens.shape, prompt.length
     if length.shape != (batch,):
         raise ValueError(f"{what} tokens of {batch} rows, but lengths of shape {length.shape}")
-    if isinstance(length, jax.core.Tracer):
+    # Under jit nothing is known yet; of an array on several hosts only a part.
+    if isinstance(length, jax.core.Tracer) or not getattr(length, "is_fully_addressable", True):
         return
-    if np.any((length < least) | (length > width)):
-        raise ValueError(f"{what} lengths must lie in {least} .. {width}, got {np.asarray(length)}")
+    known = np.asarray(length)  # NumPy's own comparisons: under jit JAX's would be traced
+    if np.any((known < least) | (known > width)):
+        raise ValueError(f"{what} lengths must lie in {least} .. {width}, got {known}")

@@ -323,7 +323,9 @@ def _initial(given, shardings) -> PyTree | None:
 
 def _claim(folder: pathlib.Path, recipe: Recipe, batches: Batches, optimizer, seed) -> None:
     """Makes the folder this run's; how long it trains may change from start to start."""
-    named = type(batches).__repr__ is not object.__repr__  # which would tell where it lies in memory
+    named = (
+        type(batches).__repr__ is not object.__repr__
+    )  # which would tell where it lies in memory
     data = repr(batches) if named else type(batches).__name__
     described = {"recipe": repr(recipe), "data": data, "optimizer": optimizer, "seed": seed}
     runs.claim(str(folder), described)

@@ -111,7 +111,9 @@ def predictions(out) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "parts"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("processes", "parts"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)]
+)
 def test_processes_together_decode_what_one_does(folder, tmp_path, processes, parts):
     """Sampled; the model split inside of a process, and rows over all of them."""
     finish(start(decode(folder, tmp_path / "one"), 1, 1))
@@ -122,7 +124,7 @@ def test_processes_together_decode_what_one_does(folder, tmp_path, processes, pa
     assert (tmp_path / "all" / "in-metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_one_process_refuses_stops_all(folder, tmp_path):
     """Another run's folder: one line in every process, and none waits for the others."""
     out = tmp_path / "out"
@@ -171,7 +173,7 @@ def corpus(tmp_path, monkeypatch):
         (tmp_path / f"ende-{split}.jsonl").write_text(text, encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_process_ends_the_job_and_the_next_start_goes_on(folder, corpus, tmp_path):
     """Two processes, one of them killed after a checkpoint: the same parameters as one process alone."""
     finish(start(tune(folder, tmp_path / "one", 8, parts=1), 1, 1))
