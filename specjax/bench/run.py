@@ -424,7 +424,7 @@ def _trace(methods: list[Method], reported: dict, costs: dict[Method, Costs]) ->
     for method in methods:
         encoder = min(prefill[methods[0]], prefill[method])
         events = [_event("target encoder", 0.0, encoder)]
-        if method.gamma:
+        if method.gamma and not method.drafter.taps:  # else it reads the target's encoder output
             events.append(_event("draft encoder", encoder, prefill[method]))
         rounds = max(int(runs[method][0].stats.rounds.max()), 1)
         whole = _median_ms(runs[method], "decode_seconds") / rounds
