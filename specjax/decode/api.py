@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, Key, PyTree
 
-from specjax.decode import loop, several, stopping
+from specjax.decode import devices, loop, several, stopping
 from specjax.decode.interfaces import Drafter, Model, Params, Prompt, Verifier
 from specjax.decode.loop import Decoded, Decoder, State
 from specjax.decode.sampling import Sampling
@@ -167,7 +167,7 @@ def _prepare(
     verifier = SpeculativeSampling() if verifier is None else verifier
     sampling.check(eos_id)
     _check(prompt, max_decode_len, num_decodes)
-    rows, shards = prompt.tokens.shape[0], loop.row_shards(mesh)
+    rows, shards = prompt.tokens.shape[0], devices.row_shards(mesh)
     if rows % shards:
         raise ValueError(f"{rows} rows do not divide over the mesh's {shards} groups of devices")
     check = getattr(verifier, "check", None)

@@ -4,12 +4,24 @@ With several processes all of them run the same program on the same host values;
 its own devices.
 """
 
+import math
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
+
+
+def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
+    """The axes of a mesh that rows are split over."""
+    return () if mesh is None else tuple(n for n in mesh.axis_names if n != "model")
+
+
+def row_shards(mesh: Mesh | None) -> int:
+    """How many groups of devices rows are split over."""
+    return math.prod(mesh.shape[name] for name in row_axes(mesh))
 
 
 def put(tree: PyTree, sharding: Sharding | PyTree[Sharding]) -> PyTree:
@@ -41,8 +53,7 @@ def put_rows(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Splits the first axis of every leaf over all of the mesh's axes but ``model``."""
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
-    axes = tuple(name for name in mesh.axis_names if name != "model")
-    return put(tree, NamedSharding(mesh, P(axes)))
+    return put(tree, NamedSharding(mesh, P(row_axes(mesh))))
 
 
 def fetch(tree: PyTree) -> PyTree:

@@ -7,7 +7,6 @@ This file knows only the protocols of `specjax.decode.interfaces`, never a concr
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.decode import processors, several, stopping, tree
+from specjax.decode import devices, processors, several, stopping, tree
 from specjax.decode import sampling as laws
 from specjax.decode import stats as counters
 from specjax.decode.interfaces import (
@@ -167,18 +166,8 @@ def live_rows(decoder: Decoder, state: State) -> Int[Array, ""]:
     write one exchange of data for all groups, which a group that has left the loop would miss.
     """
     count = (state.finish == stopping.LIVE).sum(dtype=jnp.int32)
-    axes = row_axes(decoder.mesh)
+    axes = devices.row_axes(decoder.mesh)
     return lax.psum(count, axes) if axes else count
-
-
-def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
-    """The axes of a mesh that rows are split over."""
-    return () if mesh is None else tuple(n for n in mesh.axis_names if n != "model")
-
-
-def row_shards(mesh: Mesh | None) -> int:
-    """How many groups of devices rows are split over."""
-    return math.prod(mesh.shape[name] for name in row_axes(mesh))
 
 
 def one_round(decoder: Decoder, params: Params, state: State, *, sampling: Sampling) -> State:
@@ -347,7 +336,7 @@ def apart(decoder: Decoder, function: Callable, given: tuple, out: Any) -> Calla
     mesh = decoder.mesh
     if mesh is None:
         return function
-    axes = row_axes(mesh)
+    axes = devices.row_axes(mesh)
     place = lambda tree: jax.tree.map(lambda rows: P(axes) if rows else P(), tree)  # noqa: E731
     return jax.shard_map(
         function,

@@ -61,16 +61,16 @@ class Refill:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if not 0 <= self.group <= self.batch_size:
             raise ValueError(f"group must lie in 0 .. {self.batch_size}, got {self.group}")
-        if self.batch_size % loop.row_shards(self.decoder.mesh):
+        if self.batch_size % devices.row_shards(self.decoder.mesh):
             raise ValueError(
                 f"{self.batch_size} rows do not divide over the mesh's "
-                f"{loop.row_shards(self.decoder.mesh)} groups of devices"
+                f"{devices.row_shards(self.decoder.mesh)} groups of devices"
             )
 
     @property
     def rows_at_once(self) -> int:
         """Prompts read at a time: as many for every group of devices."""
-        shards = loop.row_shards(self.decoder.mesh)
+        shards = devices.row_shards(self.decoder.mesh)
         return -(-(self.group or max(1, self.batch_size // 4)) // shards) * shards
 
     def __call__(

@@ -16,7 +16,7 @@ from specjax import config, runs
 from specjax.checkpoints import structure
 from specjax.data import sources
 from specjax.data.sources import Example, Source
-from specjax.decode import stats, stopping
+from specjax.decode import devices, stats, stopping
 from specjax.decode.interfaces import Drafter, Verifier
 from specjax.decode.loop import Decoded, Decoder
 from specjax.decode.refill import Refill, Request
@@ -26,7 +26,6 @@ from specjax.infer import system
 from specjax.infer.outputs import Outputs
 from specjax.infer.system import Checkpoint, System
 from specjax.partitioning import hosts
-from specjax.partitioning import mesh as meshes
 from specjax.partitioning.rules import Partitioner
 
 REASONS = ("live", "stop", "length", "error")
@@ -232,7 +231,7 @@ def _engine(
         loaded.target.eos_id,
         mesh=mesh,
     )
-    shards = 1 if mesh is None else meshes.row_shards(mesh)
+    shards = 1 if mesh is None else devices.row_shards(mesh)
     rows = max(1, min(settings.batch_size, count))
     rows = -(-rows // shards) * shards  # rows without a prompt stay idle
     return Refill(decoder, rows, settings.input_length, min(settings.group, rows))

@@ -164,10 +164,8 @@ def decode(
     settings = dict(locals())
     if drafter is not None and draft is None:
         raise ValueError("a drafter is named, but not its draft: set DRAFT")
-    where = chips.parse(topology_name)
-    mesh = meshes.make(num_partitions, submesh, topology.devices(where.topology))
-    partitioner = Partitioner(mesh, rules)
-    partitioner.check_rows(batch_size)
+    where, partitioner = _devices(topology_name, num_partitions, submesh, rules, batch_size)
+    mesh = partitioner.mesh
     job = _Decode(target, draft, drafter, partitioner, draft_whole, dtype)
     arguments = job.arguments(batch_size, input_length, max_decode_len)
     prefill, run, state = _programs(*arguments)
@@ -218,10 +216,10 @@ def train(
         installed.
     """
     settings = dict(locals())
-    where = chips.parse(topology_name)
-    mesh = meshes.make(num_partitions, submesh, topology.devices(where.topology))
-    partitioner = Partitioner(mesh, standard(parameter_partitioning_dims))
-    partitioner.check_rows(batch_size)
+    where, partitioner = _devices(
+        topology_name, num_partitions, submesh, standard(parameter_partitioning_dims), batch_size
+    )
+    mesh = partitioner.mesh
     update = training.make_optimizer(optimizer, training.Schedule())
     step = training.make_step(recipe, update)
     state, batch = _training(recipe, update, partitioner, lengths, batch_size)
@@ -251,6 +249,17 @@ def train(
     return _report(found, output_dir)
 
 
+def _devices(
+    topology_name: str, num_partitions: int, submesh, rules: tuple[Rule, ...], batch_size: int
+) -> tuple[chips.Slice, Partitioner]:
+    """The slice, and its devices as a mesh that divides the rows."""
+    where = chips.parse(topology_name)
+    mesh = meshes.make(num_partitions, submesh, topology.devices(where.topology))
+    partitioner = Partitioner(mesh, rules)
+    partitioner.check_rows(batch_size)
+    return where, partitioner
+
+
 def _training(recipe, update, partitioner: Partitioner, lengths, batch_size: int) -> tuple:
     """Abstract state and batch of a training step."""
 
@@ -260,7 +269,9 @@ def _training(recipe, update, partitioner: Partitioner, lengths, batch_size: int
         return training.TrainState(params, update.init(params), jnp.zeros((), jnp.int32), noise)
 
     state = jax.eval_shape(fresh)
-    state = _placed(state, placement.state_shardings(partitioner, recipe.model, update, state))
+    state = placement.shapes(
+        state, placement.state_shardings(partitioner, recipe.model, update, state)
+    )
     shape = {"inputs": lengths["inputs"], "input_mask": lengths["inputs"]}
     shape |= dict.fromkeys(("decoder_inputs", "targets", "weights"), lengths["targets"])
     kinds = {"input_mask": jnp.bool_, "weights": jnp.float32}
@@ -300,7 +311,7 @@ class _Decode:
 
     def _params(self, model: T5, whole: bool | None) -> PyTree:
         abstract = model.abstract(jnp.dtype(self.dtype))
-        return _placed(abstract, self.partitioner.params(model, whole))
+        return placement.shapes(abstract, self.partitioner.params(model, whole))
 
     def rows(self, shape: tuple[int, ...], dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.partitioner.rows)
@@ -343,7 +354,7 @@ def _programs(decoder, params, prompt, keys) -> tuple[Program, Program, loop.Sta
     first = loop.jit_start.lower(decoder, params, prompt, keys).compile()
     prefill = _program("prefill", first, time.perf_counter() - began, (), whole=True)
     state = jax.eval_shape(functools.partial(loop.jit_start, decoder), params, prompt, keys)
-    state = _placed(state, first.output_shardings)
+    state = placement.shapes(state, first.output_shardings)
     temperature = jax.ShapeDtypeStruct(
         prompt.length.shape, jnp.float32, sharding=prompt.length.sharding
     )
@@ -440,11 +451,6 @@ def _unread(model: T5, params: PyTree) -> int:
     """Bytes of the embedding table, of which a step reads a row per token, unless it is tied."""
     tied = model.config.logits_via_embedding
     return 0 if tied else _bytes(params["token_embedder"]["embedding"])
-
-
-def _placed(tree: PyTree, shardings: PyTree) -> PyTree:
-    of = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    return jax.tree.map(of, tree, shardings)
 
 
 def _bytes(leaf) -> int:

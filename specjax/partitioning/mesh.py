@@ -64,16 +64,6 @@ def make(
     return _mesh(_grid(shape, submesh, devices), AXES)
 
 
-def row_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes that rows are split over."""
-    return tuple(name for name in mesh.axis_names if name != "model")
-
-
-def row_shards(mesh: Mesh) -> int:
-    """How many groups rows are split into."""
-    return math.prod(mesh.shape[name] for name in row_axes(mesh))
-
-
 def _grid(shape: tuple[int, int], submesh, devices: list) -> np.ndarray:
     """Devices ``[data, model]``; on a TPU the model's lie next to each other."""
     if devices[0].platform != "tpu":

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from specjax.decode import devices
 from specjax.partitioning import mesh as meshes
 
 # Logical axis to axis of the mesh; the first rule whose axis is still free wins.
@@ -132,7 +133,7 @@ class Partitioner:
     @property
     def rows(self) -> NamedSharding:
         """Of arrays whose first axis is rows."""
-        return NamedSharding(self.mesh, PartitionSpec(meshes.row_axes(self.mesh)))
+        return NamedSharding(self.mesh, PartitionSpec(devices.row_axes(self.mesh)))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -140,7 +141,7 @@ class Partitioner:
 
     def check_rows(self, batch: int) -> None:
         """Raises ValueError where rows do not divide evenly."""
-        shards = meshes.row_shards(self.mesh)
+        shards = devices.row_shards(self.mesh)
         if batch % shards:
             raise ValueError(
                 f"{batch} rows do not divide over {shards} groups of devices; take a multiple of {shards}"

@@ -9,7 +9,6 @@ import optax
 from jaxtyping import PyTree
 
 from specjax.decode import devices
-from specjax.partitioning import mesh as meshes
 from specjax.partitioning.rules import Partitioner
 
 
@@ -55,7 +54,7 @@ def place(batch: dict, partitioner: Partitioner | None) -> dict:
     """A batch's rows over all devices; rows that weigh nothing fill it up to divide evenly."""
     if partitioner is None:
         return batch
-    shards = meshes.row_shards(partitioner.mesh)
+    shards = devices.row_shards(partitioner.mesh)
     return devices.put(pad_rows(batch, shards), partitioner.rows)
 
 

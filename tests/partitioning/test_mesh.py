@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from specjax import Sampling, generate
-from specjax.decode import loop
+from specjax.decode import devices, loop
 from specjax.decode.interfaces import Params
 from specjax.decode.refill import Refill, Request
 from specjax.drafters.small_model import SmallModel
@@ -25,7 +25,7 @@ from tests import toys
 def test_a_mesh_has_t5x_s_axes(parts):
     found = meshes.make(parts)
     assert dict(found.shape) == {"data": 8 // parts, "model": parts}
-    assert meshes.row_shards(found) == 8 // parts
+    assert devices.row_shards(found) == 8 // parts
     assert meshes.make(submesh=(1, parts, 1, 1)).shape == found.shape
 
 
