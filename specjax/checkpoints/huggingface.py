@@ -21,6 +21,7 @@ import safetensors.numpy
 from jaxtyping import PyTree
 
 from specjax.checkpoints import place, structure
+from specjax.models import stack
 from specjax.models.t5 import T5, T5Config
 
 CONFIG = "config.json"
@@ -139,9 +140,9 @@ def load(
     wanted = place.targets(model, dtype, shardings)
     tied = _given(_read_json(folder / CONFIG), "tie_word_embeddings", True)
     tensors = _open(folder)
-    names = _sources(model.config, tensors, tied)
-    _check(folder, model.config, names, tensors)
-    reads = {name: _reader(tensors[names[name]], name) for name in wanted}
+    names = _sources(model.unrolled.config, tensors, tied)
+    _check(folder, model.unrolled.config, names, tensors)
+    reads = {name: _reader(tensors[names[name]], name) for name in names}
     return place.tree(reads, wanted, names, str(folder))
 
 
@@ -163,6 +164,7 @@ def save(
     """
     folder = pathlib.Path(path).expanduser()
     structure.check(structure.shapes(params), structure.shapes(model.abstract()), "the tree")
+    params = stack.unpile(params)
     config = _describe(model.config)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")

@@ -5,7 +5,9 @@ of them at a time.
 """
 
 import concurrent.futures
+import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import safetensors
 from jaxtyping import PyTree
 
 from specjax.checkpoints import structure
+from specjax.models import stack
 from specjax.models.t5 import T5
 
 # Leaves in flight at once: enough to hide a remote store's latency, few enough for host memory.
@@ -80,7 +83,8 @@ def tree(
     """All parameters, a few leaves at a time.
 
     Args:
-      reads: per name, how to read it, in the order in which that is done.
+      reads: per name, how to read it, in the order in which that is done; of layers that the model
+        scans the names of unrolled ones.
       wanted: see `targets`.
       called: the checkpoint's own names, for the message.
       where: the checkpoint, for the message.
@@ -91,6 +95,7 @@ def tree(
     Raises:
       ValueError: data that cannot be read; all tensors concerned are named.
     """
+    reads, called = _piled(reads, called, wanted)
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         pending = {name: pool.submit(leaf, read, wanted[name]) for name, read in reads.items()}
     flat, broken = {}, []
@@ -102,6 +107,32 @@ def tree(
     if broken:
         raise ValueError(f"{where}: missing or damaged data of {', '.join(sorted(broken))}")
     return structure.unflatten(flat)
+
+
+def _piled(
+    reads: Mapping[str, Read], called: Mapping[str, str], wanted: Mapping[str, Any]
+) -> tuple[dict[str, Read], dict[str, str]]:
+    """Reads and names with one pile instead of the layers that are wanted as one parameter."""
+    piles: dict[str, list[str]] = {}
+    for name in reads:
+        if name not in wanted:
+            piles.setdefault(re.sub(r"\blayers_\d+\b", stack.SCANNED, name), []).append(name)
+    out = {name: read for name, read in reads.items() if name in wanted}
+    names = {name: called[name] for name in out}
+    for pile, layers in piles.items():
+        layers.sort(key=lambda name: int(re.search(r"\blayers_(\d+)\b", name)[1]))
+        out[pile] = _pile([reads[name] for name in layers])
+        names[pile] = ", ".join(called[name] for name in layers)
+    return out, names
+
+
+def _pile(reads: list[Read]) -> Read:
+    """Reads a part of many layers' tensors, layers as first axis."""
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        return np.stack([np.asarray(one(index[1:])) for one in reads[index[0]]])
+
+    return read
 
 
 def _divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:

@@ -89,7 +89,7 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
 def load(
     path: str | os.PathLike, model: T5, dtype=jnp.float32, shardings: PyTree | None = None
 ) -> PyTree:
-    """Parameters for ``model``, unrolled and transposed to ``[out, in]``.
+    """Parameters for ``model``, transposed to ``[out, in]``.
 
     Each leaf goes straight to its devices; of a sharded one only the chunks that a device's part
     touches are read for it.
@@ -335,7 +335,7 @@ def _expected(model: T5) -> dict[str, tuple[int, ...]]:
     """The model's names and shapes in T5X's terms."""
     return {
         re.sub(r"\.weight$", ".kernel", name): shape[::-1] if name.endswith(".weight") else shape
-        for name, shape in structure.shapes(model.abstract()).items()
+        for name, shape in structure.shapes(model.unrolled.abstract()).items()
     }
 
 

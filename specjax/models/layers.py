@@ -9,7 +9,7 @@ its transpose). For decoding on a CPU they can be laid out in tiles, see `tile`.
 
 import itertools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,31 +130,43 @@ def join_heads(x: Float[Array, "B H M D"]) -> Float[Array, "B M HD"]:
     return x.reshape(*x.shape[:2], -1)
 
 
-def keep(x: Array) -> Array:
-    """No dropout: every decode, and training without."""
-    return x
-
-
-def dropout(key: Key[Array, ""], rate: float) -> Callable[[Array], Array]:
+class Dropout:
     """T5X's dropout: a feature is dropped for all tokens of a sequence alike, an attention weight for
     all its queries; each call draws anew.
 
     Args:
-      key: of one training step.
+      key: of one training step; None drops nothing.
       rate: share of what is dropped, in [0, 1).
+
+    Raises:
+      ValueError: another rate.
     """
-    if not 0 <= rate < 1:
-        raise ValueError(f"the dropout rate must lie in [0, 1), got {rate}")
-    if rate == 0:
-        return keep
-    calls = itertools.count()
 
-    def drop(x: Array) -> Array:
+    def __init__(self, key: Key[Array, ""] | None = None, rate: float = 0.0):
+        if not 0 <= rate < 1:
+            raise ValueError(f"the dropout rate must lie in [0, 1), got {rate}")
+        self.key, self.rate, self.calls = key, rate, itertools.count()
+
+    def __call__(self, x: Float[Array, "*B M d"]) -> Float[Array, "*B M d"]:
+        if self.key is None or self.rate == 0:
+            return x
         shape = (*x.shape[:-2], 1, x.shape[-1])
-        kept = jax.random.bernoulli(jax.random.fold_in(key, next(calls)), 1 - rate, shape)
-        return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
+        key = jax.random.fold_in(self.key, next(self.calls))
+        kept = jax.random.bernoulli(key, 1 - self.rate, shape)
+        return jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
 
-    return drop
+    def of(self, layer: Any) -> "Dropout":
+        """A layer's own: scanned layers are traced once, and must not all drop the same."""
+        if self.key is None:
+            return self
+        return Dropout(jax.random.fold_in(self.key, _LAYERS + layer), self.rate)
+
+
+# Calls are counted from 0, layers from here: no number stands for both.
+_LAYERS = 1 << 20
+
+# No dropout: every decode, and training without.
+KEEP = Dropout()
 
 
 def rows_apart(x: Float[Array, "B *rest"]) -> Array:
@@ -174,7 +186,7 @@ def rows_apart(x: Float[Array, "B *rest"]) -> Array:
 def attend(
     query: Float[Array, "B H M D"],
     sources: list[tuple[Array, Array, Array]],
-    drop: Callable[[Array], Array] = keep,
+    drop: Dropout = KEEP,
 ) -> Float[Array, "B H M D"]:
     """Attention with one softmax over several key/value sources, e.g. the cache and open slots.
 

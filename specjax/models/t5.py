@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from specjax.decode.interfaces import Block, Extended, Open, Prefilled, Prompt
 from specjax.models import cache as caches
-from specjax.models import layers, prefix
+from specjax.models import layers, prefix, stack
 from specjax.models.cache import Cache
 
 ACTIVATIONS = {
@@ -45,6 +45,7 @@ class T5Config:
       shared_relative_bias: one bias per stack (T5), or one per layer (scanned T5X, umT5).
       encoded_dim: for a decoder without an encoder, the width of the encoder output it reads, which
         another model made (a draft that shares its target's encoder).
+      scan_layers: layers are scanned (`specjax.models.stack`): one is compiled, for deep models.
       relative_buckets, max_distance: relative-position buckets.
       dtype: activations and K/V. Logits are float32 at least.
     """
@@ -59,6 +60,7 @@ class T5Config:
     mlp_activations: tuple[str, ...] = ("gelu", "linear")
     logits_via_embedding: bool = False
     shared_relative_bias: bool = True
+    scan_layers: bool = False
     relative_buckets: int = 32
     max_distance: int = 128
     norm_eps: float = 1e-6
@@ -100,6 +102,11 @@ class T5:
         """Taps of another model's prefill that this one's `prefill` takes."""
         return () if self.config.encoded_dim is None else ("encoded",)
 
+    @property
+    def unrolled(self) -> "T5":
+        """The same model with unrolled layers, which is how checkpoints of others name them."""
+        return T5(dataclasses.replace(self.config, scan_layers=False))
+
     # Parameters.
 
     def init(self, key: Key[Array, ""]) -> PyTree:
@@ -120,14 +127,15 @@ class T5:
         """The parameters with the weights of a decoding step laid out for a CPU (`layers.tile`).
 
         Numerically the same model; `layers.linear` takes either layout. The encoder and the keys
-        and values of cross-attention read whole prompts, many rows at once, and stay as they are.
-        On accelerators leave all weights as they are.
+        and values of cross-attention read whole prompts, many rows at once, and stay as they are;
+        so do scanned layers, of which a step copies each. On accelerators leave all weights as they are.
         """
 
         def of(path, leaf):
             names = [part.key for part in path]
             many = (
                 names[0] == "encoder"
+                or stack.SCANNED in names
                 or "encoder_decoder_attention" in names
                 and ("key" in names or "value" in names)
             )
@@ -148,15 +156,15 @@ class T5:
         config, batch = self.config, prompt.tokens.shape[0]
         mask = jnp.arange(prompt.tokens.shape[1], dtype=jnp.int32)[None] < prompt.length[:, None]
         encoded = self.encode(params, prompt.tokens, mask, encoded)
-        cross = tuple(cross_kv(config, layer, encoded) for layer in _stack(params["decoder"]))
-        shape = (batch, config.num_heads, slots, config.head_dim)
-        kv = caches.empty_kv(config.num_decoder_layers, shape, config.dtype)
+        read = lambda _, layer, i: (None, cross_kv(config, layer, encoded))  # noqa: E731
+        cross = caches.joined(stack.run(params["decoder"], read, None)[1])
+        kv = self._empty_kv(batch, slots)
         cache = Cache(kv, jnp.zeros(batch, jnp.int32), cross, mask)
         cache, text = prefix.force(self, params, cache, prompt, slots, self.start_id)
         return Prefilled(cache, text, {"encoded": encoded} if "encoded" in taps else {}, prompt)
 
     def encode(
-        self, params: PyTree, tokens, mask, encoded=None, drop=layers.keep
+        self, params: PyTree, tokens, mask, encoded=None, drop=layers.KEEP, remat_policy="none"
     ) -> Float[Array, "B L d"]:
         """The encoder's output; for a model without encoder the one that it is given.
 
@@ -165,7 +173,7 @@ class T5:
         """
         width = self.config.encoded_dim
         if width is None:
-            return encode(self.config, params, tokens, mask, drop)
+            return encode(self.config, params, tokens, mask, drop, remat_policy)
         if encoded is None:
             raise ValueError("this T5 has no encoder: it needs its target's output (encoded_dim)")
         if encoded.shape[-1] != width:
@@ -176,10 +184,12 @@ class T5:
         return encoded
 
     def open(self, batch: int, width: int) -> Open:
+        return Open(self._empty_kv(batch, width), jnp.zeros((batch, width), jnp.int32))
+
+    def _empty_kv(self, batch: int, slots: int) -> tuple:
         config = self.config
-        shape = (batch, config.num_heads, width, config.head_dim)
-        kv = caches.empty_kv(config.num_decoder_layers, shape, config.dtype)
-        return Open(kv, jnp.zeros((batch, width), jnp.int32))
+        shape = (batch, config.num_heads, slots, config.head_dim)
+        return caches.empty_kv(config.num_decoder_layers, shape, config.dtype, config.scan_layers)
 
     def extend(
         self,
@@ -201,30 +211,32 @@ class T5:
         open_position = jax.lax.dynamic_update_slice(
             open.position, position, (jnp.zeros((), jnp.int32), at)
         )
-        bias = _decoder_biases(config, params["decoder"], cache, block, position, open_position)
+        bias_of = _decoder_bias(config, params["decoder"], cache, block, position, open_position)
         cross_bias = layers.mask_bias(cache.cross_mask)[:, None, None]
-        x = embed(config, params, block.tokens)
-        seen, kv = {}, []
-        for i, layer in enumerate(_stack(params["decoder"])):
-            seen[f"layer_{i}"] = x
-            fresh = open.kv[i]
 
-            def self_attend(query, key, value, i=i):
+        def body(x, layer, i):
+            fresh = caches.layer(open.kv, i)
+            cached, opened = bias_of(layer)
+
+            def self_attend(query, key, value):
                 nonlocal fresh
                 fresh = tuple(
                     caches.write_open(o, n, at) for o, n in zip(fresh, (key, value), strict=True)
                 )
-                cached, opened = bias[i]
-                return layers.attend(query, [(*cache.kv[i], cached), (*fresh, opened)])
+                kept = caches.layer(cache.kv, i)
+                return layers.attend(query, [(*kept, cached), (*fresh, opened)])
 
-            x = decoder_layer(config, layer, x, self_attend, (*cache.cross[i], cross_bias))
-            kv.append(fresh)
+            cross = (*caches.layer(cache.cross, i), cross_bias)
+            return decoder_layer(config, layer, x, self_attend, cross), (fresh, x)
+
+        x, outs = stack.run(params["decoder"], body, embed(config, params, block.tokens))
+        kv, seen = stack.split(outs)
         seen["last"] = x
         x = layers.rms_norm(x, params["decoder"]["decoder_norm"]["scale"], config.norm_eps)
         seen["final"] = x
         logits = project_logits(config, params, x[:, logits_from:])
         given = {name: seen[name] for name in taps if name != "encoded"}  # that came by prefill
-        return Extended(logits, given, Open(tuple(kv), open_position))
+        return Extended(logits, given, Open(caches.joined(kv), open_position))
 
     def commit(self, cache: Cache, open: Open, keep, count) -> Cache:
         return caches.commit(cache, open, keep, count)
@@ -241,28 +253,33 @@ class T5:
         input_mask: Bool[Array, "B L"],
         decoder_inputs: Int[Array, "B T"],
         encoded: Float[Array, "B L d"] | None = None,
-        drop: Callable[[Array], Array] = layers.keep,
+        drop: layers.Dropout = layers.KEEP,
+        remat_policy: str = "none",
     ) -> Float[Array, "B T V"]:
         """Teacher-forced logits of every decoder position; ``decoder_inputs`` begin with start.
 
         ``encoded`` is the output of `encode`, where that is at hand, or must come from another model.
-        ``drop`` stands where T5X has dropout.
+        ``drop`` stands where T5X has dropout; ``remat_policy`` see `stack.run`.
         """
-        config = self.config
+        config, decoder = self.config, params["decoder"]
         if encoded is None:
-            encoded = self.encode(params, inputs, input_mask, drop=drop)
+            encoded = self.encode(params, inputs, input_mask, None, drop, remat_policy)
         cross_bias = layers.mask_bias(input_mask)[:, None, None]
         steps = jnp.arange(decoder_inputs.shape[1], dtype=jnp.int32)
         relative = (steps[None] - steps[:, None])[None]
         causal = layers.mask_bias(relative <= 0)[:, None]
-        x = layers.rows_apart(drop(embed(config, params, decoder_inputs)))
-        stack = params["decoder"]
-        for layer in _stack(stack):
-            bias = _bias(config, stack, layer, relative, bidirectional=False) + causal
-            self_attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)], drop)  # noqa: E731
+        bias_of = _bias_of(config, decoder, relative, False, causal)
+
+        def body(x, layer, i):
+            dropped = drop.of(config.num_encoder_layers + i)
+            bias = bias_of(layer)
+            attend = lambda q, k, v: layers.attend(q, [(k, v, bias)], dropped)  # noqa: E731
             cross = (*cross_kv(config, layer, encoded), cross_bias)
-            x = layers.rows_apart(decoder_layer(config, layer, x, self_attend, cross, drop))
-        x = layers.rms_norm(x, stack["decoder_norm"]["scale"], config.norm_eps)
+            return layers.rows_apart(decoder_layer(config, layer, x, attend, cross, dropped)), None
+
+        x = layers.rows_apart(drop(embed(config, params, decoder_inputs)))
+        x, _ = stack.run(decoder, body, x, remat_policy)
+        x = layers.rms_norm(x, decoder["decoder_norm"]["scale"], config.norm_eps)
         return layers.rows_apart(project_logits(config, params, drop(x)))
 
 
@@ -271,21 +288,27 @@ def encode(
     params: PyTree,
     tokens: Int[Array, "B L"],
     mask: Bool[Array, "B L"],
-    drop: Callable[[Array], Array] = layers.keep,
+    drop: layers.Dropout = layers.KEEP,
+    remat_policy: str = "none",
 ) -> Float[Array, "B L d"]:
     """The encoder's output, normed."""
-    stack = params["encoder"]
+    encoder = params["encoder"]
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     relative = (steps[None] - steps[:, None])[None]
     padding = layers.mask_bias(mask)[:, None, None]
-    x = layers.rows_apart(drop(embed(config, params, tokens)))
-    for layer in _stack(stack):
-        bias = _bias(config, stack, layer, relative, bidirectional=True) + padding
+    bias_of = _bias_of(config, encoder, relative, True, padding)
+
+    def body(x, layer, i):
+        dropped = drop.of(i)
+        bias = bias_of(layer)
         y = layers.rms_norm(x, layer["pre_attention_layer_norm"]["scale"], config.norm_eps)
-        attend = lambda q, k, v, b=bias: layers.attend(q, [(k, v, b)], drop)  # noqa: E731
-        x = x + drop(self_attention(config, layer["attention"], y, attend))
-        x = layers.rows_apart(x + drop(feed_forward(config, layer, x, drop)))
-    return drop(layers.rms_norm(x, stack["encoder_norm"]["scale"], config.norm_eps))
+        attend = lambda q, k, v: layers.attend(q, [(k, v, bias)], dropped)  # noqa: E731
+        x = x + dropped(self_attention(config, layer["attention"], y, attend))
+        return layers.rows_apart(x + dropped(feed_forward(config, layer, x, dropped))), None
+
+    x = layers.rows_apart(drop(embed(config, params, tokens)))
+    x, _ = stack.run(encoder, body, x, remat_policy)
+    return drop(layers.rms_norm(x, encoder["encoder_norm"]["scale"], config.norm_eps))
 
 
 def decoder_layer(
@@ -294,7 +317,7 @@ def decoder_layer(
     x: Float[Array, "B M d"],
     self_attend: Callable,
     cross: tuple,
-    drop: Callable[[Array], Array] = layers.keep,
+    drop: layers.Dropout = layers.KEEP,
 ) -> Float[Array, "B M d"]:
     """Self-attention (as the caller arranges it), cross-attention, feed-forward."""
     y = layers.rms_norm(x, layer["pre_self_attention_layer_norm"]["scale"], config.norm_eps)
@@ -328,7 +351,7 @@ def feed_forward(
     config: T5Config,
     layer: PyTree,
     x: Float[Array, "B M d"],
-    drop: Callable[[Array], Array] = layers.keep,
+    drop: layers.Dropout = layers.KEEP,
 ) -> Array:
     """Normed, gated feed-forward layer (without the residual)."""
     y = layers.rms_norm(x, layer["pre_mlp_layer_norm"]["scale"], config.norm_eps)
@@ -353,34 +376,33 @@ def project_logits(config: T5Config, params: PyTree, x: Float[Array, "B M d"]) -
     return layers.linear(x, params["decoder"]["logits_dense"]["weight"], wide)
 
 
-def _stack(stack: PyTree) -> list[PyTree]:
-    return [stack[f"layers_{i}"] for i in range(sum(name.startswith("layers_") for name in stack))]
+def _bias_of(
+    config, parameters, relative: Int[Array, "X M S"], bidirectional: bool, mask
+) -> Callable:
+    """Layer to attention bias, masked; where all layers share one it is made once."""
+
+    def of(owner) -> Array:
+        embedding = owner["relpos_bias"]["rel_embedding"]
+        bias = layers.relative_bias(embedding, relative, config.max_distance, bidirectional)
+        return bias + mask
+
+    if not config.shared_relative_bias:
+        return of
+    shared = of(parameters)
+    return lambda layer: shared
 
 
-def _bias(config, stack, layer, relative: Int[Array, "X M S"], bidirectional: bool) -> Array:
-    owner = stack if config.shared_relative_bias else layer
-    embedding = owner["relpos_bias"]["rel_embedding"]
-    return layers.relative_bias(embedding, relative, config.max_distance, bidirectional)
-
-
-def _decoder_biases(config, stack, cache, block, position, open_position) -> list[tuple]:
-    """Per decoder layer the bias towards the cache's slots and towards the open slots."""
-    slots = jnp.arange(cache.kv[0][0].shape[2], dtype=jnp.int32)
+def _decoder_bias(config, parameters, cache, block, position, open_position) -> Callable:
+    """Decoder layer to its biases towards the cache's slots and towards the open slots."""
+    count = caches.slots(cache.kv)
+    slots = jnp.arange(count, dtype=jnp.int32)
     cached = layers.mask_bias(slots[None] < cache.length[:, None])[:, None, None]
     opened = layers.mask_bias(block.mask)[:, None]
     to_cache = slots[None, None] - position[:, :, None]
     to_open = open_position[:, None] - position[:, :, None]
-
-    def of(layer) -> tuple:
-        return (
-            _bias(config, stack, layer, to_cache, bidirectional=False) + cached,
-            _bias(config, stack, layer, to_open, bidirectional=False) + opened,
-        )
-
-    decoder = _stack(stack)
-    if config.shared_relative_bias:
-        return [of(None)] * len(decoder)
-    return [of(layer) for layer in decoder]
+    of_cache = _bias_of(config, parameters, to_cache, False, cached)
+    of_open = _bias_of(config, parameters, to_open, False, opened)
+    return lambda layer: (of_cache(layer), of_open(layer))
 
 
 def _mlp_inputs(config: T5Config) -> list[str]:
@@ -433,12 +455,12 @@ def parameter_table(config: T5Config) -> PyTree[tuple]:
         out["mlp"]["wo"] = weight(c.emb_dim, "embed", c.mlp_dim, "mlp")
         return out if c.shared_relative_bias else out | {"relpos_bias": relpos()}
 
-    def stack(depth: int, attentions: dict[str, str]):
-        out = {f"layers_{i}": layer(attentions) for i in range(depth)}
+    def layered(depth: int, attentions: dict[str, str]):
+        out = stack.table(depth, layer(attentions), c.scan_layers)
         return out | {"relpos_bias": relpos()} if c.shared_relative_bias else out
 
-    encoder = stack(c.num_encoder_layers, {"attention": "attention_layer_norm"})
-    decoder = stack(
+    encoder = layered(c.num_encoder_layers, {"attention": "attention_layer_norm"})
+    decoder = layered(
         c.num_decoder_layers,
         {
             "self_attention": "self_attention_layer_norm",

@@ -30,7 +30,7 @@ from specjax.decode.interfaces import Block, Drafter, Params, Prompt
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
 from specjax.models.t5 import T5
-from specjax.partitioning import chips, topology
+from specjax.partitioning import chips, flop, topology
 from specjax.partitioning import mesh as meshes
 from specjax.partitioning.rules import Partitioner, Rule, standard
 from specjax.training import loop as training
@@ -72,7 +72,8 @@ class Step(NamedTuple):
 
     Attributes:
       name: whose, and of how many tokens.
-      flops: as the compiler counts them.
+      flops: as the compiler counts them; of scanned layers, of which it counts one, those of all matrix
+        products, shared out evenly.
       bytes: arguments and results, each moved once: weights and K/V. (The compiler's own count takes
         what is prefetched to on-chip memory twice.)
       collective_bytes: moved between devices.
@@ -228,6 +229,9 @@ def train(
         compiled = step.lower(state, batch).compile()
     program = _program("step", compiled, time.perf_counter() - began, (), whole=True)
     flops = compiled.cost_analysis()["flops"]
+    if recipe.model.config.scan_layers:
+        with placement.using(partitioner):
+            flops = flop.of(step, state, batch) / mesh.size
     moved = sum(size for _, size in program.collectives.values())
     once = 2 * program.arguments  # parameters and optimizer, read and written
     seconds = max(flops / where.chip.flops, once / where.chip.bandwidth)
@@ -336,13 +340,16 @@ class _Decode:
             self.rows((batch, size)),
             self.rows((batch, size, size), jnp.bool_),
         )
-        one = lambda params, cache, block: model.extend(params, cache, block)  # noqa: E731
-        apart = loop.apart(decoder, one, (loop.WHOLE, loop.ROWS, loop.ROWS), loop.ROWS)
-        compiled = jax.jit(apart).lower(params, cache, block).compile()
+
+        one = loop.apart(decoder, model.extend, (loop.WHOLE, loop.ROWS, loop.ROWS), loop.ROWS)
+        compiled = jax.jit(one).lower(params, cache, block).compile()
+        flops = compiled.cost_analysis()["flops"]
+        if model.config.scan_layers:
+            flops = flop.of(one, params, cache, block) / self.partitioner.mesh.shape["model"]
         held: Any = compiled.memory_analysis()
         read = held.argument_size_in_bytes + held.output_size_in_bytes - _unread(model, params)
-        flops = compiled.cost_analysis()["flops"]
-        moved = collectives(list(topology.instructions(compiled.as_text())))
+        text = compiled.as_text()
+        moved = collectives(list(topology.instructions(text)), topology.turns(text))
         total = sum(moved_bytes for _, moved_bytes in moved.values())
         seconds = max(flops / chip.flops, read / chip.bandwidth) + total / chip.interconnect
         label = f"{name}, {size} token{'s' if size > 1 else ''}"
@@ -373,15 +380,22 @@ def _program(name: str, compiled, seconds: float, shapes, whole: bool) -> Progra
         size.argument_size_in_bytes,
         size.temp_size_in_bytes,
         topology.memory_bytes(compiled),
-        collectives(every if whole else topology.loop_body(text)),
+        collectives(every if whole else topology.loop_body(text), topology.turns(text)),
         sum(i.opcode == "scatter" for i in every),
         sum(len(topology.copies(text, shape)) for shape in shapes),
         len(HOST.findall(text)),
     )
 
 
-def collectives(body: list[topology.Instruction]) -> dict[str, tuple[int, int]]:
-    """Kind to (count, bytes of their results), each started one once."""
+def collectives(
+    body: list[topology.Instruction], turns: Mapping[str, int]
+) -> dict[str, tuple[int, int]]:
+    """Kind to (count, bytes of their results), each started one once.
+
+    Args:
+      body: instructions.
+      turns: how often each computation runs (`topology.turns`); once, if it is not in it.
+    """
     found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for instruction in body:
         kind = instruction.opcode.removesuffix("-start")
@@ -391,8 +405,9 @@ def collectives(body: list[topology.Instruction]) -> dict[str, tuple[int, int]]:
                 arrays = arrays[len(arrays) // 2 :]  # operands, then results
             elif instruction.opcode == "collective-permute-start":
                 arrays = arrays[1:2]  # operand, result, contexts
-            found[kind][0] += 1
-            found[kind][1] += sum(_type_bytes(array) for array in arrays)
+            times = turns.get(instruction.computation, 1)
+            found[kind][0] += times
+            found[kind][1] += times * sum(_type_bytes(array) for array in arrays)
     return {kind: (count, size) for kind, (count, size) in sorted(found.items())}
 
 

@@ -4,6 +4,7 @@ libtpu compiles for a chip it is only told of. What it compiles is the program t
 memory and its instructions can be tested on any machine.
 """
 
+import collections
 import importlib.util
 import os
 import re
@@ -164,6 +165,45 @@ def loop_body(hlo_text: str) -> list[Instruction]:
             seen[name] = by_computation.get(name, [])
             waiting += [n for i in seen[name] if i.opcode != "fusion" for n in called(i)]
     return [i for inside in seen.values() for i in inside]
+
+
+def turns(hlo_text: str) -> dict[str, int]:
+    """How often each computation runs; a loop whose turns are not known before counts as one turn.
+
+    Args:
+      hlo_text: `jax.stages.Compiled.as_text`.
+
+    Returns:
+      Computation's name to count; those that nothing calls are not in it.
+    """
+    inside: dict[str, list[Instruction]] = {}
+    for instruction in instructions(hlo_text):
+        inside.setdefault(instruction.computation, []).append(instruction)
+    entry = re.search(r"^ENTRY %(\S+)", hlo_text, re.MULTILINE)
+    counts: dict[str, int] = collections.Counter()
+
+    def add(name: str, times: int) -> None:
+        counts[name] += times
+        for instruction in inside.get(name, []):
+            callees = called(instruction)
+            more = _turns(inside, callees) if instruction.opcode == "while" else 1
+            for callee in callees:
+                add(callee, times * more)
+
+    if entry:
+        add(entry[1], 1)
+    return counts
+
+
+def _turns(inside: dict[str, list[Instruction]], callees: list[str]) -> int:
+    """Turns of a counted loop, as `lax.scan` makes it: its condition is that a counter from 0 is below
+    a constant. 1 for any other loop."""
+    for compare in (i for name in callees for i in inside.get(name, []) if i.opcode == "compare"):
+        limit = re.search(r"%[^,]+, %([^)]+)\).*direction=LT", compare.rest)
+        for i in inside[compare.computation] if limit and compare.type.startswith("pred[]") else []:
+            if i.name == limit[1] and i.opcode == "constant" and i.type.startswith("s32[]"):
+                return max(1, int(i.rest.partition(")")[0]))
+    return 1
 
 
 def called(instruction: Instruction) -> list[str]:

@@ -18,26 +18,29 @@ class Seq2Seq:
       model: what is trained.
       dropout_rate: T5X's dropout; 0.1 when fine-tuning.
       z_loss: weight of `losses.z_loss` in what is minimised (the reported loss is without it).
+      remat_policy: "none", or what the backward pass computes again to save memory: "minimal" (all but
+        products of matrices) or "full"; see `specjax.models.stack.REMAT_POLICIES`.
     """
 
     model: T5
     dropout_rate: float = 0.0
     z_loss: float = 0.0
+    remat_policy: str = "none"
 
     def init(self, key: Key[Array, ""]) -> PyTree:
         return self.model.init(key)
 
     def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
         """What is minimised, summed, and the sums that are reported."""
-        return self._loss(params, batch, layers.dropout(key, self.dropout_rate))
+        return self._loss(params, batch, layers.Dropout(key, self.dropout_rate))
 
     def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
         """The same sums without dropout."""
-        return self._loss(params, batch, layers.keep)[1]
+        return self._loss(params, batch, layers.KEEP)[1]
 
     def _loss(self, params: PyTree, batch: dict, drop) -> tuple[Array, dict]:
         inputs = (batch["inputs"], batch["input_mask"], batch["decoder_inputs"])
-        logits = self.model.forward(params, *inputs, drop=drop)
+        logits = self.model.forward(params, *inputs, drop=drop, remat_policy=self.remat_policy)
         targets, weights = batch["targets"], batch["weights"]
         entropy = losses.cross_entropy(logits, targets, weights)
         right = losses.correct(logits, targets, weights)

@@ -1,12 +1,16 @@
 """Ahead-of-time compiles: slices by name, what the report counts, and T5-XXL on a v4 chip and a v4-8."""
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from specjax.drafters.small_model import SmallModel
-from specjax.partitioning import aot, chips, topology
+from specjax.models.t5 import T5
+from specjax.partitioning import aot, chips, flop, topology
+from specjax.training.seq2seq import Seq2Seq
 from tests import toys
 from tests.partitioning.test_tpu_guard import t5
 
@@ -63,11 +67,44 @@ HLO = """
 
 
 def test_collectives_are_counted_once_with_their_bytes():
-    found = aot.collectives(list(topology.instructions(HLO)))
+    found = aot.collectives(list(topology.instructions(HLO)), {})
     assert found["all-reduce"] == (1, 8 * 4096 * 2 + 4 * 4)
     assert found["all-gather"] == (1, 8 * 4 * 4)
     assert found["collective-permute"] == (1, 6 * 4)
     assert len(found) == 3
+
+
+TURNS = """
+%one (p: f32[8]) -> f32[8] {
+  %all-reduce.1 = f32[8]{0} all-reduce(%p), to_apply=%sum
+}
+
+%until (p: f32[8]) -> f32[8] {
+  %while.2 = f32[8]{0} while(%p), condition=%below, body=%one, metadata={op_name="x"}
+}
+
+%below (p: s32[]) -> pred[] {
+  %constant.7 = s32[]{:T(128)} constant(24), metadata={op_name="x"}
+  ROOT %lt = pred[]{:T(512)} compare(%p, %constant.7), direction=LT, metadata={op_name="x"}
+}
+
+%live (p: s32[]) -> pred[] {
+  %constant.8 = s32[]{:T(128)} constant(3)
+  ROOT %gt = pred[]{:T(512)} compare(%p, %constant.8), direction=GT
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %while.1 = f32[8]{0} while(%p), condition=%live, body=%until
+}
+"""
+
+
+def test_what_a_scan_runs_counts_as_often_as_it_turns():
+    """24 turns of a scan in one turn of a loop whose turns nobody knows."""
+    turns = topology.turns(TURNS)
+    assert (turns["main"], turns["until"], turns["one"]) == (1, 1, 24)
+    found = aot.collectives(topology.loop_body(TURNS), turns)
+    assert found == {"all-reduce": (24, 24 * 32)}
 
 
 def test_a_report_of_a_tiny_decode(tmp_path):
@@ -91,6 +128,49 @@ def test_a_report_of_a_tiny_decode(tmp_path):
     content = json.loads((tmp_path / "aot.json").read_text())
     assert content["fits"] and content["peak"] == found.peak
     assert "| loop |" in (tmp_path / "aot.md").read_text()
+
+
+def test_products_are_counted_through_scans_and_branches():
+    """Five turns of [2, 3] x [3, 3] and of the dearer branch, [2, 3] x [3, 7]."""
+    square, wide = jnp.ones((3, 3)), jnp.ones((3, 7))
+
+    def function(x):
+        def body(x, _):
+            more = jax.lax.cond(x.sum() > 0, lambda x: (x @ wide).sum(), lambda x: x.sum(), x)
+            return jnp.tanh(x @ square), more
+
+        return jax.lax.scan(body, x, None, length=5)
+
+    assert flop.of(function, jnp.ones((2, 3))) == 5 * 2 * (2 * 3 * 3 + 2 * 3 * 7)
+    grad = lambda x: jax.grad(lambda x: function(x)[0].sum())(x)  # noqa: E731
+    assert flop.of(grad, jnp.ones((2, 3))) >= 5 * 2 * 2 * (2 * 3 * 3)
+
+
+def test_a_scanned_model_s_report_counts_all_of_its_layers():
+    """Operations, all-reduces and bytes are the unrolled model's."""
+    sizes = dict(num_heads=4, emb_dim=64, mlp_dim=128, dtype="bfloat16")
+    flat = toys.tiny_t5(**sizes, num_decoder_layers=4, num_encoder_layers=4)
+    deep = T5(dataclasses.replace(flat.config, scan_layers=True))
+    options = dict(topology_name="v4-8", num_partitions=4, input_length=16, max_decode_len=16)
+    one, other = (aot.decode(model, **options) for model in (flat, deep))
+    # Four layers of six attention projections and three of the feed-forward layer, then the logits.
+    products = 2 * (4 * (6 * 64 * 16 + 3 * 64 * 128) + 64 * toys.VOCAB) / 4
+    assert products < other.steps[0].flops < 1.1 * products  # and attention's
+    assert other.steps[0].bytes == pytest.approx(one.steps[0].bytes, rel=0.1)
+    moved = [found.programs[0].collectives["all-reduce"][1] for found in (one, other)]
+    assert moved[0] == moved[1]
+
+
+def test_a_training_step_is_compiled_scanned_and_rematerialised():
+    sizes = dict(num_heads=4, emb_dim=64, mlp_dim=128, dtype="bfloat16")
+    flat = toys.tiny_t5(**sizes, num_decoder_layers=4, num_encoder_layers=4)
+    deep = T5(dataclasses.replace(flat.config, scan_layers=True))
+    lengths = {"inputs": 256, "targets": 256}
+    options = dict(lengths=lengths, topology_name="v4-2", batch_size=64)
+    plain = aot.train(Seq2Seq(flat, 0.1), **options)
+    again = aot.train(Seq2Seq(deep, 0.1, remat_policy="full"), **options)
+    assert again.programs[0].temporaries < plain.programs[0].temporaries
+    assert again.steps[0].flops == pytest.approx(plain.steps[0].flops, rel=0.3)
 
 
 def test_rows_that_do_not_divide_are_one_line():

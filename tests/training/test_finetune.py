@@ -98,15 +98,15 @@ def assets_vocabulary():
 
 def test_dropout_keeps_the_mean_and_drops_features_of_whole_sequences():
     x = jnp.ones((64, 5, 256))
-    dropped = np.asarray(layers.dropout(jax.random.key(0), 0.25)(x))
+    dropped = np.asarray(layers.Dropout(jax.random.key(0), 0.25)(x))
     assert set(np.unique(dropped)) == {0.0, np.float32(1 / 0.75)}
     assert dropped.mean() == pytest.approx(1, abs=0.02)
     np.testing.assert_array_equal(dropped, dropped[:, :1].repeat(5, axis=1))
-    drop = layers.dropout(jax.random.key(0), 0.25)
+    drop = layers.Dropout(jax.random.key(0), 0.25)
     assert (drop(x) != drop(x)).any()  # every site has a draw of its own
-    assert layers.dropout(jax.random.key(0), 0.0) is layers.keep
+    assert layers.Dropout(jax.random.key(0), 0.0)(x) is x
     with pytest.raises(ValueError, match="dropout rate"):
-        layers.dropout(jax.random.key(0), 1.0)
+        layers.Dropout(jax.random.key(0), 1.0)
 
 
 def test_dropout_stands_at_t5x_s_places():
@@ -114,7 +114,13 @@ def test_dropout_stands_at_t5x_s_places():
     model, calls = T5(TINY), []
     params = model.init(jax.random.key(0))
     ids = jnp.asarray([[5, 6, 7, 1]], jnp.int32)
-    model.forward(params, ids, ids > 0, ids, drop=lambda x: calls.append(x.shape) or x)
+
+    class Seen(layers.Dropout):
+        def __call__(self, x):
+            calls.append(x.shape)
+            return x
+
+    model.forward(params, ids, ids > 0, ids, drop=Seen())
     heads, width, hidden = (1, 2, 4, 4), (1, 4, 8), (1, 4, 16)
     encoder = [width, heads, width, hidden, width, width]
     decoder = [width, heads, width, heads, width, hidden, width, width]
