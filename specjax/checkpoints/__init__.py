@@ -1,4 +1,4 @@
-"""Checkpoints: T5X's, Hugging Face's, our own (Orbax), and int8 files for shipping.
+"""Checkpoints: T5X's, Hugging Face's, GGUF, our own (Orbax), and int8 files for shipping.
 
 `load_any` and `infer_config` take any of them and see what it is.
 """
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
-    from specjax.models.t5 import T5, T5Config
+    from specjax.models.families import Config, Network
 
 
 class _Format(NamedTuple):
     """How to read one kind of checkpoint.
 
     Attributes:
-      config: path to T5Config.
+      config: path to Config.
       load: (path, model, dtype, shardings) to parameters.
     """
 
-    config: Callable[[str], T5Config]
+    config: Callable[[str], Config]
     load: Callable[..., PyTree]
 
 
@@ -33,29 +33,30 @@ _LOOKED_FOR = (
     "a Hugging Face folder (config.json with model.safetensors or model.safetensors.index.json)",
     "a folder or training run of ours (specjax.json)",
     "an int8 file (*.safetensors)",
+    "a GGUF file (*.gguf)",
 )
 
 
-def infer_config(path: str | os.PathLike) -> T5Config:
+def infer_config(path: str | os.PathLike) -> Config:
     """The configuration of whatever checkpoint lies there; no array is read.
 
     Args:
       path: a T5X folder (local or ``gs://``), a Hugging Face folder, a folder that `native.save`
-        wrote, a training run's, or an int8 file.
+        wrote, a training run's, an int8 or a GGUF file.
 
     Raises:
       ValueError: nothing that is known lies there (the message says what was looked for), or it
-        holds no T5 that can be served.
+        holds no model that can be served.
     """
     return _recognise(path).config(os.fspath(path))
 
 
 def load_any(
     path: str | os.PathLike,
-    model: T5 | None = None,
+    model: Network | None = None,
     dtype: Any = "float32",
     shardings: PyTree | None = None,
-) -> tuple[T5, PyTree]:
+) -> tuple[Network, PyTree]:
     """Loads whatever checkpoint lies there.
 
     Args:
@@ -71,10 +72,10 @@ def load_any(
     Raises:
       ValueError: as `infer_config`, or the checkpoint does not fit the model.
     """
-    from specjax.models.t5 import T5
+    from specjax.models import families
 
     found = _recognise(path)
-    model = T5(found.config(os.fspath(path))) if model is None else model
+    model = families.of(found.config(os.fspath(path))) if model is None else model
     return model, found.load(os.fspath(path), model, dtype, shardings)
 
 
@@ -87,8 +88,10 @@ def _recognise(path: str | os.PathLike) -> _Format:
         return _int8()
     if (place / "specjax.json").is_file():
         return _native()
+    if place.is_file() and place.suffix == ".gguf":
+        return _gguf()
     if (place / "config.json").is_file() and list(place.glob("model.safetensors*")):
-        return _huggingface()
+        return _huggingface(place)
     if place.name == "checkpoint" or list(place.glob("checkpoint*")):
         return _t5x()
     raise ValueError(f"no checkpoint at {place}; looked for {'; '.join(_LOOKED_FOR)}")
@@ -103,10 +106,22 @@ def _t5x() -> _Format:
     return _Format(t5x.infer_config, t5x.load)
 
 
-def _huggingface() -> _Format:
-    from specjax.checkpoints import huggingface
+def _huggingface(folder: pathlib.Path) -> _Format:
+    from specjax.checkpoints import causal, huggingface
+
+    if causal.kind(folder) in causal.KINDS:
+        return _Format(causal.read_config, causal.load)
 
     return _Format(huggingface.read_config, huggingface.load)
+
+
+def _gguf() -> _Format:
+    from specjax.checkpoints import causal, gguf
+
+    def load(path, model, dtype, shardings):
+        return causal.from_tensors(gguf.tensors(path), model, dtype, shardings, path)
+
+    return _Format(lambda path: causal.parse(gguf.describe(path), path), load)
 
 
 def _native() -> _Format:

@@ -8,7 +8,6 @@ where ``tie_word_embeddings`` holds; transformers 5 writes ``scale_decoder_outpu
 ties where the file has no output layer of its own. Both are read; mT5 never scales.
 """
 
-import json
 import os
 import pathlib
 import re
@@ -16,17 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 from jaxtyping import PyTree
 
+from specjax.checkpoints import folder as folder_of
 from specjax.checkpoints import place, structure
 from specjax.models import stack
 from specjax.models.t5 import T5, T5Config
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 _KINDS = ("t5", "mt5", "umt5")
 _FIELDS = {  # T5Config's name to theirs
@@ -57,7 +51,6 @@ _OUTPUT = "lm_head.weight"
 _EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # In the first public v1.0 files; no code has ever used it.
 _IGNORED = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}
-_FLOATS = {"F16", "BF16", "F32", "F64"}
 _SUBLAYERS = {
     "encoder": ("attention", "mlp"),
     "decoder": ("self_attention", "encoder_decoder_attention", "mlp"),
@@ -76,7 +69,6 @@ _MODULES = {
 }
 _PROJECTIONS = {"query": "q", "key": "k", "value": "v", "out": "o"}
 _TRANSPOSED = ".rel_embedding"
-_ROWS = 4096  # compared at once
 
 
 def read_config(path: str | os.PathLike) -> T5Config:
@@ -91,8 +83,8 @@ def read_config(path: str | os.PathLike) -> T5Config:
     Raises:
       ValueError: no such file, or a model that cannot be served; all that is wrong is said.
     """
-    file = pathlib.Path(path).expanduser() / CONFIG
-    raw = _read_json(file)
+    file = pathlib.Path(path).expanduser() / folder_of.CONFIG
+    raw = folder_of.read_json(file)
     kind = raw.get("model_type")
     problems = [] if kind in _KINDS else [f"model_type is {kind!r}, not one of {_KINDS}"]
     if absent := [name for name in _FIELDS.values() if not isinstance(raw.get(name), int)]:
@@ -100,7 +92,7 @@ def read_config(path: str | os.PathLike) -> T5Config:
     for name in ("decoder_start_token_id", "pad_token_id"):
         if raw.get(name) not in (None, 0):
             problems.append(f"{name} is {raw[name]!r}, not 0")
-    eos = _given(raw, "eos_token_id", 1)
+    eos = folder_of.given(raw, "eos_token_id", 1)
     if not isinstance(eos, int):
         problems.append(f"eos_token_id is {eos!r}, not one integer")
     activation, gated = _activation(raw)
@@ -110,8 +102,11 @@ def read_config(path: str | os.PathLike) -> T5Config:
         raise ValueError(f"{file} describes no T5 that is known here: {'; '.join(problems)}")
     return T5Config(
         **{ours: raw[theirs] for ours, theirs in _FIELDS.items()},
-        **{ours: _given(raw, theirs, default) for ours, (theirs, default) in _OPTIONAL.items()},
-        num_decoder_layers=_given(raw, "num_decoder_layers", raw["num_layers"]),
+        **{
+            ours: folder_of.given(raw, theirs, default)
+            for ours, (theirs, default) in _OPTIONAL.items()
+        },
+        num_decoder_layers=folder_of.given(raw, "num_decoder_layers", raw["num_layers"]),
         mlp_activations=(_ACTIVATIONS[activation], *(("linear",) if gated else ())),
         logits_via_embedding=_scaled(raw),
         shared_relative_bias=kind != "umt5",
@@ -138,8 +133,10 @@ def load(
     """
     folder = pathlib.Path(path).expanduser()
     wanted = place.targets(model, dtype, shardings)
-    tied = _given(_read_json(folder / CONFIG), "tie_word_embeddings", True)
-    tensors = _open(folder)
+    tied = folder_of.given(
+        folder_of.read_json(folder / folder_of.CONFIG), "tie_word_embeddings", True
+    )
+    tensors = folder_of.open_tensors(folder)
     names = _sources(model.unrolled.config, tensors, tied)
     _check(folder, model.unrolled.config, names, tensors)
     reads = {name: _reader(tensors[names[name]], name) for name in names}
@@ -166,28 +163,10 @@ def save(
     structure.check(structure.shapes(params), structure.shapes(model.abstract()), "the tree")
     params = stack.unpile(params)
     config = _describe(model.config)
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-    # An older index or single file beside the new ones would be read in their stead.
-    if old := sorted(file.name for file in folder.glob("model*.safetensors*")):
-        raise ValueError(f"{folder} holds a model already: {', '.join(old)}")
-    flat = structure.flatten(params)
-    shards = _split({name: x.nbytes for name, x in flat.items()}, max_shard_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
-    weight_map = {}
-    for number, names in enumerate(shards, 1):
-        tag = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
-        file = f"model{tag}.safetensors"
-        # safetensors writes the memory as it lies, whatever the strides say
-        tensors = {hf_name(n): np.ascontiguousarray(_turn(np.asarray(flat[n]), n)) for n in names}
-        safetensors.numpy.save_file(tensors, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        size = sum(x.nbytes for x in flat.values())
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(folder / INDEX, index)
-    types = {str(x.dtype) for x in flat.values()}
-    _write_json(folder / CONFIG, config | ({"torch_dtype": types.pop()} if len(types) == 1 else {}))
+    flat = {hf_name(name): (name, x) for name, x in structure.flatten(params).items()}
+    tensors = {theirs: x for theirs, (_, x) in flat.items()}
+    values = lambda theirs: _turn(np.asarray(flat[theirs][1]), flat[theirs][0])  # noqa: E731
+    folder_of.write(folder, config, tensors, max_shard_bytes, values)
 
 
 def hf_name(name: str) -> str:
@@ -241,19 +220,12 @@ def _check(
         found,
         expected,
         str(folder),
-        of_no_float_type=[n for n in found if tensors[n].get_dtype() not in _FLOATS],
+        of_no_float_type=[n for n in found if tensors[n].get_dtype() not in folder_of.FLOATS],
         **{
-            f"unlike {embedding}": [n for n in copies if not _equal(tensors[n], tensors[embedding])]
+            f"unlike {embedding}": [
+                n for n in copies if not folder_of.equal(tensors[n], tensors[embedding])
+            ]
         },
-    )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Compares two tables in files, block by block."""
-    shape = a.get_shape()
-    ends = [min(start + _ROWS, shape[0]) for start in range(0, shape[0], _ROWS)]
-    return shape == b.get_shape() and all(
-        np.array_equal(a[max(0, end - _ROWS) : end], b[max(0, end - _ROWS) : end]) for end in ends
     )
 
 
@@ -267,66 +239,21 @@ def _turn(x: np.ndarray, name: str) -> np.ndarray:
     return x.T if name.endswith(_TRANSPOSED) else x
 
 
-def _open(folder: pathlib.Path) -> dict[str, Any]:
-    """Name to lazy tensor; nothing but headers is read."""
-    weight_map = None
-    if not (folder / WEIGHTS).is_file():  # which transformers prefers too
-        if not (folder / INDEX).is_file():
-            raise ValueError(f"no {WEIGHTS} and no {INDEX} in {folder}")
-        weight_map = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{folder / INDEX} has no weight_map")
-    files = [WEIGHTS] if weight_map is None else sorted(set(weight_map.values()))
-    if absent := [file for file in files if not (folder / file).is_file()]:
-        raise ValueError(f"{folder} is incomplete; no file {', '.join(absent)}")
-    tensors = {}
-    for file in files:
-        opened = _open_file(folder / file)
-        tensors |= {
-            name: opened.get_slice(name)
-            for name in opened.keys()
-            if weight_map is None or weight_map.get(name) == file
-        }
-    return tensors
-
-
-def _open_file(file: pathlib.Path) -> safetensors.safe_open:
-    try:
-        return safetensors.safe_open(file, framework="np")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is no safetensors file: {error}") from None
-
-
-def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, a new shard wherever the next tensor would not fit."""
-    shards, used = [[]], 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards
-
-
 def _activation(raw: Mapping[str, Any]) -> tuple[str, bool]:
     """(activation, whether gated), by transformers' rules."""
     default = "relu" if raw.get("model_type") == "t5" else "gated-gelu"
-    form = str(_given(raw, "feed_forward_proj", default))
+    form = str(folder_of.given(raw, "feed_forward_proj", default))
     gated, activation = form.startswith("gated-"), form.removeprefix("gated-")
     if form == "gated-gelu":
         activation = "gelu_new"
-    return _given(raw, "dense_act_fn", activation), _given(raw, "is_gated_act", gated)
+    return folder_of.given(raw, "dense_act_fn", activation), folder_of.given(
+        raw, "is_gated_act", gated
+    )
 
 
 def _scaled(raw: Mapping[str, Any]) -> bool:
-    tied = raw["model_type"] != "mt5" and _given(raw, "tie_word_embeddings", True)
-    return bool(_given(raw, "scale_decoder_outputs", tied))
-
-
-def _given(raw: Mapping[str, Any], name: str, default: Any) -> Any:
-    """An entry; null counts as absent."""
-    return default if raw.get(name) is None else raw[name]
+    tied = raw["model_type"] != "mt5" and folder_of.given(raw, "tie_word_embeddings", True)
+    return bool(folder_of.given(raw, "scale_decoder_outputs", tied))
 
 
 def _describe(config: T5Config) -> dict[str, Any]:
@@ -352,19 +279,3 @@ def _describe(config: T5Config) -> dict[str, Any]:
         "pad_token_id": 0,
         "is_encoder_decoder": True,
     }
-
-
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"no such file: {file}") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return content
-
-
-def _write_json(file: pathlib.Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

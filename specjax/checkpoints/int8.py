@@ -6,7 +6,6 @@ relative-bias tables stay float32 under their own name. The file says which mode
 no other configuration is needed to load it, and the same parameters give the same bytes.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -19,7 +18,8 @@ import safetensors.numpy
 from jaxtyping import Float, Float32, Int8, PyTree
 
 from specjax.checkpoints import place, structure
-from specjax.models.t5 import T5, T5Config
+from specjax.models import families
+from specjax.models.families import Config, Network
 
 FORMAT = "specjax.int8"
 VERSION = "1"
@@ -58,7 +58,10 @@ def dequantise(
 
 
 def save(
-    path: str | os.PathLike, model: T5, params: PyTree, metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike,
+    model: Network,
+    params: PyTree,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a model; an existing file is replaced at once or not at all.
 
@@ -87,7 +90,7 @@ def save(
 
 
 def load(
-    path: str | os.PathLike, model: T5, dtype=jnp.float32, shardings: PyTree | None = None
+    path: str | os.PathLike, model: Network, dtype=jnp.float32, shardings: PyTree | None = None
 ) -> PyTree:
     """Dequantised parameters.
 
@@ -111,7 +114,7 @@ def load(
         return place.tree(reads, wanted, {name: name for name in wanted}, str(path))
 
 
-def load_model(path: str | os.PathLike) -> tuple[T5, PyTree]:
+def load_model(path: str | os.PathLike) -> tuple[Network, PyTree]:
     """The model that a file describes, and its dequantised parameters.
 
     Args:
@@ -123,11 +126,11 @@ def load_model(path: str | os.PathLike) -> tuple[T5, PyTree]:
     Raises:
       ValueError: as `load`, or the file describes a model that is not known here.
     """
-    model = T5(read_config(path))
+    model = families.of(read_config(path))
     return model, load(path, model)
 
 
-def read_config(path: str | os.PathLike) -> T5Config:
+def read_config(path: str | os.PathLike) -> Config:
     """The configuration of the model that a file describes.
 
     Raises:
@@ -135,9 +138,7 @@ def read_config(path: str | os.PathLike) -> T5Config:
     """
     described = read_metadata(path)
     try:
-        if described["model"] != "t5":
-            raise ValueError(f"unknown model {described['model']!r}")
-        return T5Config(**json.loads(described["config"]))
+        return families.parse(described["model"], described["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} describes no model that is known here: {error}") from None
 
@@ -152,9 +153,10 @@ def read_metadata(path: str | os.PathLike) -> dict[str, str]:
         return file.metadata()
 
 
-def _describe(model: T5) -> dict[str, str]:
-    config = json.dumps(dataclasses.asdict(model.config))
-    return {"format": FORMAT, "format_version": VERSION, "model": "t5", "config": config}
+def _describe(model: Network) -> dict[str, str]:
+    described = families.dump(model)
+    described["config"] = json.dumps(described["config"])
+    return {"format": FORMAT, "format_version": VERSION, **described}
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
@@ -174,7 +176,7 @@ def _reader(file: safetensors.safe_open, name: str, shape: tuple[int, ...]) -> p
     return lambda index: dequantise(steps[index], scale[index[:1]])
 
 
-def _stored(model: T5) -> dict[str, str]:
+def _stored(model: Network) -> dict[str, str]:
     """Name to type and shape of each tensor that the model's file must hold."""
     out = {}
     for name, shape in structure.shapes(model.abstract()).items():

@@ -5,7 +5,6 @@ is an unfinished save. A training run has a ``specjax.json`` too, beside its ``c
 loaded from the newest of them.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -17,7 +16,8 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from specjax.checkpoints import place, structure
-from specjax.models.t5 import T5, T5Config
+from specjax.models import families
+from specjax.models.families import Config, Network
 
 FORMAT, RUN = "specjax.params", "specjax.run"
 VERSION = 1
@@ -25,7 +25,7 @@ DESCRIPTION = "specjax.json"
 PARAMS = "params"
 
 
-def save(path: str | os.PathLike, model: T5, params: PyTree) -> None:
+def save(path: str | os.PathLike, model: Network, params: PyTree) -> None:
     """Writes parameters, in the types they have; all is on disk when this returns.
 
     With several processes each of them calls this.
@@ -50,15 +50,14 @@ def save(path: str | os.PathLike, model: T5, params: PyTree) -> None:
     describe(folder, model, FORMAT)
 
 
-def describe(folder: pathlib.Path, model: T5, kind: str) -> None:
+def describe(folder: pathlib.Path, model: Network, kind: str) -> None:
     """Writes ``specjax.json``: what the folder is (`FORMAT` or `RUN`), and the model's configuration."""
-    content = {"format": kind, "version": VERSION, "model": "t5"}
-    content |= {"config": dataclasses.asdict(model.config)}
+    content = {"format": kind, "version": VERSION, **families.dump(model)}
     if jax.process_index() == 0:
         (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_config(path: str | os.PathLike) -> T5Config:
+def read_config(path: str | os.PathLike) -> Config:
     """The stored configuration.
 
     Args:
@@ -70,23 +69,23 @@ def read_config(path: str | os.PathLike) -> T5Config:
     return _read(path)[1]
 
 
-def _read(path: str | os.PathLike) -> tuple[str, T5Config]:
+def _read(path: str | os.PathLike) -> tuple[str, Config]:
     """What the folder is, and the configuration."""
     file = pathlib.Path(path).expanduser() / DESCRIPTION
     if not file.is_file():
         raise ValueError(f"no such file: {file}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        found = content["format"], content["version"], content["model"]
-        if found not in ((FORMAT, VERSION, "t5"), (RUN, VERSION, "t5")):
-            raise ValueError(f"it is {found}, not {(FORMAT, VERSION, 't5')}")
-        return found[0], T5Config(**content["config"])
+        found = content["format"], content["version"]
+        if found not in ((FORMAT, VERSION), (RUN, VERSION)):
+            raise ValueError(f"it is {found}, not {(FORMAT, VERSION)}")
+        return found[0], families.parse(content["model"], content["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} describes no model that is known here: {error}") from None
 
 
 def load(
-    path: str | os.PathLike, model: T5, dtype=jnp.float32, shardings: PyTree | None = None
+    path: str | os.PathLike, model: Network, dtype=jnp.float32, shardings: PyTree | None = None
 ) -> PyTree:
     """Parameters for ``model``; Orbax puts each leaf straight on its shards.
 

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from specjax.checkpoints import structure
 from specjax.models import stack
-from specjax.models.t5 import T5
+from specjax.models.families import Network
 
 # Leaves in flight at once: enough to hide a remote store's latency, few enough for host memory.
 READERS = 8
@@ -26,7 +26,7 @@ READERS = 8
 Read = Callable[[tuple[slice, ...]], np.ndarray]
 
 
-def targets(model: T5, dtype, shardings: PyTree | None) -> dict[str, jax.ShapeDtypeStruct]:
+def targets(model: Network, dtype, shardings: PyTree | None) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape, type and sharding of every parameter.
 
     Args:

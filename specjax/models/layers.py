@@ -121,6 +121,17 @@ def rms_norm(x: Float[Array, "*rows K"], scale: Float[Array, "K"], eps: float) -
     return (normed * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
 
 
+def layer_norm(
+    x: Float[Array, "*rows K"], scale: Float[Array, "K"], bias: Float[Array, "K"], eps: float
+) -> Float[Array, "*rows K"]:
+    """Norm by mean and variance, in at least float32."""
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    scale, bias = (jnp.expand_dims(v.astype(wide.dtype), range(x.ndim - 1)) for v in (scale, bias))
+    return (normed * scale + bias).astype(x.dtype)
+
+
 def split_heads(x: Float[Array, "B M HD"], heads: int) -> Float[Array, "B H M D"]:
     return x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
@@ -215,6 +226,26 @@ def attend(
         for part, (_, value, _) in zip(parts, sources, strict=True)
     ]
     return sum(out[1:], out[0])
+
+
+def attend_grouped(
+    query: Float[Array, "B H M D"], sources: list[tuple[Array, Array, Array]]
+) -> Float[Array, "B H M D"]:
+    """`attend` where fewer key and value heads serve groups of neighbouring query heads.
+
+    Queries of a group are read as further tokens of their head, so no key is repeated.
+
+    Args:
+      query: scaled.
+      sources: (key, value, bias) each; keys and values have G heads, G divides H; biases
+        ``[X, 1, M, S]``.
+    """
+    batch, heads, tokens, width = query.shape
+    groups = sources[0][0].shape[1]
+    times = heads // groups
+    together = query.reshape(batch, groups, times * tokens, width)
+    wider = [(key, value, jnp.tile(bias, (1, 1, times, 1))) for key, value, bias in sources]
+    return attend(together, wider).reshape(query.shape)
 
 
 def mask_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -18,7 +18,7 @@ from specjax.partitioning import mesh as meshes
 Rule = tuple[str, str | None]
 
 LOGICAL_AXES = frozenset(
-    "batch length embed heads kv joined_kv mlp vocab mlp_activations stack layers relpos_buckets "
+    "batch length embed heads kv joined_kv grouped_kv mlp vocab mlp_activations stack layers relpos_buckets "
     "abspos_buckets unmodeled".split()
 )
 

@@ -178,7 +178,7 @@ def test_other_files_are_refused(tmp_path):
     ("entry", "said"),
     [
         ({"format_version": "2"}, "has format ('specjax.int8', '2')"),
-        ({"model": "other"}, "unknown model 'other'"),
+        ({"model": "other"}, "no model family 'other'"),
         ({"config": '{"colour": 3}'}, "colour"),
         ({"config": "{"}, "describes no model"),
     ],

@@ -82,8 +82,8 @@ def test_only_whole_models_are_saved_and_none_is_overwritten(saved, params, tmp_
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"format": "other"}, "it is ('other', 1, 't5')"),
-        ({"version": 2}, "it is ('specjax.params', 2, 't5')"),
+        ({"format": "other"}, "it is ('other', 1)"),
+        ({"version": 2}, "it is ('specjax.params', 2)"),
         ({"config": {"colour": 3}}, "colour"),
     ],
 )
