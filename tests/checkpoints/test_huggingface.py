@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import specjax
 from specjax import Prompt
-from specjax.checkpoints import folder, huggingface, structure, t5x
+from specjax.checkpoints import folder as folder_of
+from specjax.checkpoints import huggingface, structure, t5x
 from specjax.drafters.small_model import SmallModel
 from specjax.models.t5 import T5, T5Config
 from tests.checkpoints.conftest import MODELS as T5X_MODELS
@@ -219,7 +220,7 @@ def test_the_embedding_under_another_name(folder):
 
 @pytest.mark.parametrize("row", [0, 9, 10, 59, 60, 63])
 def test_copies_that_differ_are_named(folder, monkeypatch, row):
-    monkeypatch.setattr(folder, "_ROWS", 10)  # the table has 64: the last block is shorter
+    monkeypatch.setattr(folder_of, "_ROWS", 10)  # the table has 64: the last block is shorter
 
     def change(tensors):
         for name in ("decoder.embed_tokens.weight", "lm_head.weight"):
