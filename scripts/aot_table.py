@@ -24,10 +24,11 @@ GIB = 2**30
 
 HEAD = """# What the TPU compiler makes of `configs/tpu`
 
-Written by `python scripts/aot_table.py`, which compiles every file for its slice on a machine without a TPU. Memory, collectives
-and copies are facts of the compiled programs; times are rooflines of single steps (the larger of operations over peak and bytes
-over bandwidth, plus collectives over the interconnect), of training steps without their activations' traffic. Memory is of one
-chip; collectives are of one chip in a round of the loop, or in a training step. None asks the host, none copies a cache.
+Written by `python scripts/aot_table.py`, which compiles every file for its slice on a machine without a TPU.
+Memory, collectives and copies are facts of the compiled programs. Times are rooflines of single steps: the
+larger of operations over peak and bytes over bandwidth, plus collectives over the interconnect; of training
+steps without their activations' traffic. Memory is of one chip, collectives are of one chip in a round of the
+loop or in a training step.
 """
 
 

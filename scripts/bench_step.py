@@ -64,7 +64,7 @@ def measure(model: T5, args) -> dict:
         run, compile_seconds[tokens] = timing.compiled(
             harness.rounds, decoder, params, state, sampling, jnp.int32(1)
         )
-        size = size or machine.bytes_per_step(model, params.target, state.cache)
+        size = size or machine.bytes_per_step(params.target, state.cache)
         state = run(params, state, sampling, jnp.int32(before))
         calls[tokens] = functools.partial(run, params, state, sampling, jnp.int32(args.rounds))
     taken = timing.interleaved(calls, args.repeats)

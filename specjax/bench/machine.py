@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from specjax.bench import timing
+from specjax.models import reads
 
 # Weights of one shape that is common in small decoders; enough of them to leave any L3 cache.
 PROBE_WEIGHT = (1024, 512)
@@ -99,42 +100,25 @@ def stream(product, x: Array, weights: list[Array], passes) -> Array:
     return lax.fori_loop(0, passes, one, x)
 
 
-def bytes_per_step(model, params: PyTree, cache) -> StepBytes:
+def bytes_per_step(params: PyTree, cache) -> StepBytes:
     """Bytes a plain step reads.
 
     Args:
-      model: only its ``config`` is asked, for the width of embedding rows.
       params: weights, or their shapes.
       cache: the target's cache as the loop carries it, or its shapes: all its slots are read,
         whatever their lengths.
 
     Returns:
-      Weights of the decoder without the encoder and without cross-attention's keys and values,
-      which are made once; and K/V.
+      Weights without an encoder and without cross-attention's keys and values, which are made once;
+      and K/V.
     """
     batch = cache.length.shape[0]
-    embedding = params["token_embedder"]["embedding"]
-    tied = not any("logits" in name for name in _decoder(params))
-    read = [leaf for path, leaf in _leaves(_decoder(params)) if not _made_once(path)]
-    rows = (
-        embedding if tied else jax.ShapeDtypeStruct((batch, model.config.emb_dim), embedding.dtype)
-    )
+    rows = [
+        jax.ShapeDtypeStruct((batch, table.shape[1]), table.dtype)
+        for table in reads.looked_up(params)
+    ]
     kv = jax.tree.leaves((cache.kv, cache.cross))
-    return StepBytes(sum(map(_bytes, [*read, rows])), sum(map(_bytes, kv)))
-
-
-def _decoder(params: PyTree) -> PyTree:
-    return params.get("decoder", params)
-
-
-def _leaves(tree: PyTree) -> list[tuple[tuple[str, ...], Array]]:
-    flat, _ = jax.tree.flatten_with_path(tree)
-    return [(tuple(str(getattr(k, "key", k)) for k in path), leaf) for path, leaf in flat]
-
-
-def _made_once(path: tuple[str, ...]) -> bool:
-    """Cross-attention's keys and values are projected at prefill, never in a step."""
-    return "encoder_decoder_attention" in path and ("key" in path or "value" in path)
+    return StepBytes(sum(map(_bytes, [*reads.whole(params), *rows])), sum(map(_bytes, kv)))
 
 
 def _bytes(leaf) -> int:

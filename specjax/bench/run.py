@@ -27,7 +27,7 @@ from specjax.decode.verify import SpeculativeSampling
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import system
 from specjax.infer.system import Checkpoint
-from specjax.models.t5 import T5
+from specjax.models.families import Network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +148,8 @@ class Contest(NamedTuple):
     """
 
     label: str
-    target: T5
-    drafts: dict[str, T5]
+    target: Network
+    drafts: dict[str, Network]
     params: Params
     vocabulary: Vocabulary
     verifiers: Mapping[str, Verifier] = {}
@@ -471,7 +471,7 @@ def _baseline(
     state = jax.eval_shape(
         start, Params(params.target, None), one, jax.random.split(jax.random.key(0), 1)
     )
-    size = machine.bytes_per_step(runner.model, params.target, state.cache)
+    size = machine.bytes_per_step(params.target, state.cache)
     bound = size.total / (max(probes.values()) * 1e9)
     return {
         "label": label,

@@ -24,6 +24,12 @@ KINDS = ("llama", "mistral", "qwen2", "opt")
 _OUTPUT, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 # Old files hold what is computed from the configuration.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+# What the scaling of rotary positions must say, by its kind.
+_SCALING = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 
 
@@ -127,9 +133,9 @@ def from_tensors(
     }
     whole = {names[ours]: shape for ours, shape in expected.items()}
     no_floats = [n for n in found if tensors[theirs[n]].get_dtype() not in folder_of.FLOATS]
-    structure.check(
-        found, whole, where, of_no_float_type=no_floats, **_unlike(tensors, theirs, tied)
-    )
+    twice = [n for n in tensors if theirs[_bare(n)] != n]
+    also = _unlike(tensors, theirs, tied) | {"there_twice": twice}
+    structure.check(found, whole, where, of_no_float_type=no_floats, **also)
     reads = {ours: _reader(tensors[theirs[inner]]) for ours, inner in names.items()}
     return place.tree(reads, wanted, {o: theirs[i] for o, i in names.items()}, where)
 
@@ -159,8 +165,14 @@ def save(
 
 
 def describe(model: Llama | Opt) -> dict[str, Any]:
-    """``config.json`` for transformers 4 and 5."""
+    """``config.json`` for transformers 4 and 5.
+
+    Raises:
+      ValueError: a model that its configuration has no words for.
+    """
     c = model.config
+    if problem := _unspeakable(model):
+        raise ValueError(f"Hugging Face has no {problem}")
     if isinstance(model, Opt):
         return {
             "architectures": ["OPTForCausalLM"], "model_type": "opt", "activation_function": "relu",
@@ -171,8 +183,6 @@ def describe(model: Llama | Opt) -> dict[str, Any]:
             "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "pad_token_id": c.pad_id,
         }  # fmt: skip
     kind = "qwen2" if c.qkv_bias and not c.out_bias else "llama"
-    if c.qkv_bias != c.out_bias and kind != "qwen2":
-        raise ValueError("Hugging Face has no Llama with a bias on the output projection alone")
     ends = [c.eos_id, *c.other_eos_ids]
     return {
         "architectures": ["Qwen2ForCausalLM" if kind == "qwen2" else "LlamaForCausalLM"],
@@ -187,6 +197,20 @@ def describe(model: Llama | Opt) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _unspeakable(model: Llama | Opt) -> str | None:
+    """What of a model would be lost in ``config.json``."""
+    c = model.config
+    if isinstance(model, Opt):
+        return None if c.norm_eps == 1e-5 else f"OPT with norm_eps {c.norm_eps}, only with 1e-05"
+    if c.out_bias and not c.qkv_bias:
+        return "Llama with a bias on the output projection alone"
+    if c.mlp_bias and c.qkv_bias and not c.out_bias:
+        return "Qwen2 with biases in its feed-forward layers"
+    if c.rope.kind == "dynamic" and c.rope.original_max_positions != c.max_positions:
+        return "dynamic scaling that begins elsewhere than at max_positions"
+    return None
+
+
 def _llama_problems(raw: Mapping[str, Any]) -> list[str]:
     kind, problems = raw["model_type"], []
     activation = given(raw, "hidden_act", "silu")
@@ -195,20 +219,28 @@ def _llama_problems(raw: Mapping[str, Any]) -> list[str]:
             f"activation {activation!r} is not one of {', '.join(sorted(_ACTIVATIONS))}"
         )
     windowed = kind == "mistral" or given(raw, "use_sliding_window", False)
-    if windowed and raw.get("sliding_window") is not None:
-        problems.append(
-            f"attention in a sliding window of {raw['sliding_window']} is not supported"
-        )
+    window = raw.get("sliding_window", 4096)  # as transformers has it where nothing is said
+    if windowed and window is not None:
+        problems.append(f"attention in a sliding window of {window} is not supported")
+    scaling = _scaling(raw)
+    scaled = given(scaling, "rope_type", scaling.get("type"))
+    lacking = [name for name in _SCALING.get(scaled, ()) if scaling.get(name) is None]
+    problems += [f"rotary scaling {scaled!r} has no {name}" for name in lacking]
     if not _ids(raw.get("eos_token_id", 2)):
         problems.append(f"eos_token_id is {raw.get('eos_token_id')!r}, not an id or several")
     return problems
+
+
+def _scaling(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry on rotary positions, of transformers 4 or 5."""
+    return given(raw, "rope_parameters", given(raw, "rope_scaling", {}))
 
 
 def _llama(raw: Mapping[str, Any], ends: tuple[int, ...]) -> LlamaConfig:
     heads, kind = raw["num_attention_heads"], raw["model_type"]
     eos, *others = dict.fromkeys((*_ids(raw.get("eos_token_id", 2)), *ends))
     biased = bool(given(raw, "attention_bias", False))
-    scaling = given(raw, "rope_parameters", given(raw, "rope_scaling", {}))
+    scaling = _scaling(raw)
     longest = given(raw, "max_position_embeddings", 2048)
     return LlamaConfig(
         vocab_size=raw["vocab_size"],
@@ -237,12 +269,14 @@ def _llama(raw: Mapping[str, Any], ends: tuple[int, ...]) -> LlamaConfig:
 def _rope(raw: Mapping[str, Any], longest: int) -> Rope:
     """Scaling, in the words of transformers 4 (``type``) and 5 (``rope_type``)."""
     kind = given(raw, "rope_type", given(raw, "type", "default"))
+    # dynamic scaling begins at max_position_embeddings, whatever else is said
+    original = raw.get("original_max_position_embeddings") if kind == "llama3" else None
     return Rope(
         kind,
         float(given(raw, "factor", 1.0)),
         float(given(raw, "low_freq_factor", 1.0)),
         float(given(raw, "high_freq_factor", 4.0)),
-        int(given(raw, "original_max_position_embeddings", longest)),
+        int(longest if original is None else original),
     )
 
 
@@ -265,6 +299,8 @@ def _opt_problems(raw: Mapping[str, Any]) -> list[str]:
             problems.append(f"{name} is false")
     if given(raw, "_remove_final_layer_norm", False):
         problems.append("its final layer norm was removed")
+    if len(_ids(given(raw, "eos_token_id", 2))) != 1:
+        problems.append(f"eos_token_id is {raw['eos_token_id']!r}, not one id")
     return problems
 
 
@@ -279,7 +315,7 @@ def _opt(raw: Mapping[str, Any]) -> OptConfig:
         norm_first=bool(given(raw, "do_layer_norm_before", True)),
         max_positions=given(raw, "max_position_embeddings", 2048),
         bos_id=given(raw, "bos_token_id", 2),
-        eos_id=given(raw, "eos_token_id", 2),
+        eos_id=_ids(given(raw, "eos_token_id", 2))[0],
         pad_id=given(raw, "pad_token_id", 1),
     )
 

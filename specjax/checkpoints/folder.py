@@ -1,6 +1,7 @@
 """A folder as Hugging Face has it: ``config.json`` and safetensors, one file or several with an index."""
 
 import json
+import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -87,7 +88,25 @@ def _open_file(file: pathlib.Path) -> safetensors.safe_open:
     try:
         return safetensors.safe_open(file, framework="np")
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is no safetensors file: {error}") from None
+        cut = _cut_off(file)
+        said = f"; it ends before {', '.join(cut)}" if cut else ""
+        raise ValueError(f"{file} is no safetensors file: {error}{said}") from None
+
+
+def _cut_off(file: pathlib.Path) -> list[str]:
+    """Tensors that lie behind the end of a truncated file; none where its header is no header."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        there = os.fstat(opened.fileno()).st_size - 8 - size
+        try:
+            header = json.loads(opened.read(size)) if there >= 0 else {}
+            return [
+                name
+                for name, entry in sorted(header.items())
+                if name != "__metadata__" and entry["data_offsets"][1] > there
+            ]
+        except (ValueError, AttributeError, LookupError, TypeError):
+            return []
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -249,7 +249,7 @@ def cut(examples: Sequence[Example], length: int, truncate: bool) -> list[Exampl
 
 
 def _example(vocabulary: Vocabulary, number: int, inputs: str, targets: str | None) -> Example:
-    ids = np.asarray([*vocabulary.encode(inputs), vocabulary.eos_id], np.int32)
+    ids = np.asarray(vocabulary.inputs(inputs), np.int32)
     text = {"inputs_pretokenized": inputs}
     return Example(
         number, ids, text if targets is None else text | {"targets_pretokenized": targets}

@@ -59,6 +59,10 @@ class Base(abc.ABC):
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without EOS."""
 
+    def inputs(self, text: str) -> list[int]:
+        """Ids of a text as a model reads it: an encoder's ends with EOS, a prompt goes on."""
+        return [*self.encode(text), self.eos_id]
+
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text up to the first EOS."""

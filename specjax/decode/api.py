@@ -80,7 +80,8 @@ def generate(
 
     Raises:
       ValueError: sampling values out of range, a negative length, lengths of prompt or prefix that do
-        not fit it, a stop sequence without ids, or a verifier that does not fit.
+        not fit it, a text longer than the model's positions reach, a stop sequence without ids, or a
+        verifier that does not fit.
     """
     decoder, both, state, rows = _prepare(
         model,
@@ -167,6 +168,7 @@ def _prepare(
     verifier = SpeculativeSampling() if verifier is None else verifier
     sampling.check(eos_id)
     _check(prompt, max_decode_len, num_decodes)
+    _check_positions(model, prompt, max_decode_len)
     rows, shards = prompt.tokens.shape[0], devices.row_shards(mesh)
     if rows % shards:
         raise ValueError(f"{rows} rows do not divide over the mesh's {shards} groups of devices")
@@ -199,13 +201,28 @@ def _check(prompt: Prompt, max_decode_len: int, num_decodes: int | None) -> None
     _check_lengths("prefix", prompt.prefix, 0)
 
 
+def _check_positions(model: Model, prompt: Prompt, max_decode_len: int) -> None:
+    """Raises ValueError where the text may get longer than the model's positions reach."""
+    most, (_, width) = getattr(model, "max_positions", None), prompt.tokens.shape
+    known = _known(prompt.length)
+    longest = (width if known is None else int(known.max(initial=0))) + max_decode_len
+    if most is not None and longest > most:
+        raise ValueError(
+            f"prompt and max_decode_len together are {longest} tokens, the model has positions for {most}"
+        )
+
+
+def _known(length: Int[Array, "B"]) -> np.ndarray | None:
+    """Lengths on the host; None under jit, and of an array on several hosts, of which a part is."""
+    if isinstance(length, jax.core.Tracer) or not getattr(length, "is_fully_addressable", True):
+        return None
+    return np.asarray(length)  # NumPy's own comparisons: under jit JAX's would be traced
+
+
 def _check_lengths(what: str, prompt: Prompt, least: int) -> None:
     (batch, width), length = prompt.tokens.shape, prompt.length
     if length.shape != (batch,):
         raise ValueError(f"{what} tokens of {batch} rows, but lengths of shape {length.shape}")
-    # Under jit nothing is known yet; of an array on several hosts only a part.
-    if isinstance(length, jax.core.Tracer) or not getattr(length, "is_fully_addressable", True):
-        return
-    known = np.asarray(length)  # NumPy's own comparisons: under jit JAX's would be traced
-    if np.any((known < least) | (known > width)):
+    known = _known(length)
+    if known is not None and np.any((known < least) | (known > width)):
         raise ValueError(f"{what} lengths must lie in {least} .. {width}, got {known}")

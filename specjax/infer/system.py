@@ -14,7 +14,8 @@ from specjax.data import vocabulary as vocabularies
 from specjax.decode import devices
 from specjax.decode.interfaces import Drafter, Params
 from specjax.drafters import ngram
-from specjax.models.t5 import T5
+from specjax.models import families
+from specjax.models.families import Network
 from specjax.partitioning.rules import Partitioner
 from specjax.training import batches
 
@@ -32,14 +33,14 @@ class Checkpoint:
     """
 
     path: str
-    model: T5 | None = None
+    model: Network | None = None
     vocabulary_path: str | None = None
     extra_ids: int = 0
     dtype: str = "float32"
 
     def load(
         self, partitioner: Partitioner | None = None, whole: bool | None = None
-    ) -> tuple[T5, PyTree]:
+    ) -> tuple[Network, PyTree]:
         """The model and its parameters, laid out for the backend, or on a partitioner's devices.
 
         Args:
@@ -52,7 +53,7 @@ class Checkpoint:
         model = self.model
         if model is None:
             found = checkpoints.infer_config(self.path)
-            model = T5(dataclasses.replace(found, dtype=self.dtype))
+            model = families.of(dataclasses.replace(found, dtype=self.dtype))
         places = None if partitioner is None else partitioner.params(model, whole)
         params = checkpoints.load_any(self.path, model, model.config.dtype, places)[1]
         if partitioner is not None:
@@ -115,7 +116,7 @@ class System(NamedTuple):
       vocabulary: of both.
     """
 
-    target: T5
+    target: Network
     drafter: Drafter | None
     params: Params
     vocabulary: vocabularies.Base
@@ -166,7 +167,7 @@ def load(
 
 
 def check_same_pieces(
-    vocabulary: vocabularies.Base, model: T5, small: T5, draft: Checkpoint
+    vocabulary: vocabularies.Base, model: Network, small: Network, draft: Checkpoint
 ) -> None:
     """Raises ValueError unless target and draft have the same pieces, not only as many.
 
@@ -177,7 +178,7 @@ def check_same_pieces(
             f"target and draft have {model.vocab_size} and {small.vocab_size} pieces; they must "
             "share a vocabulary"
         )
-    width = small.config.encoded_dim
+    width = getattr(small.config, "encoded_dim", None)
     if width not in (None, model.config.emb_dim):
         raise ValueError(
             f"the draft reads an encoder output of width {width} (encoded_dim), the target's has "

@@ -29,6 +29,8 @@ from specjax.decode import loop
 from specjax.decode.interfaces import Block, Drafter, Params, Prompt
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
+from specjax.models import reads
+from specjax.models.families import Network
 from specjax.models.t5 import T5
 from specjax.partitioning import chips, flop, topology
 from specjax.partitioning import mesh as meshes
@@ -127,8 +129,8 @@ class Compiled:
 
 
 def decode(
-    target: T5,
-    draft: T5 | None = None,
+    target: Network,
+    draft: Network | None = None,
     drafter: Callable[..., Drafter] | None = None,
     topology_name: str = "v4-8",
     num_partitions: int = 1,
@@ -169,7 +171,8 @@ def decode(
     mesh = partitioner.mesh
     job = _Decode(target, draft, drafter, partitioner, draft_whole, dtype)
     arguments = job.arguments(batch_size, input_length, max_decode_len)
-    prefill, run, state = _programs(*arguments)
+    compile = functools.partial(_compile, where=where, split=mesh.shape["model"])
+    prefill, run, state = _programs(compile, *arguments)
     steps = job.steps(arguments, state, where.chip)
     held = sum(_only_prefill(params) for params in arguments[1] if params is not None)
     found = Compiled(
@@ -226,7 +229,7 @@ def train(
     state, batch = _training(recipe, update, partitioner, lengths, batch_size)
     began = time.perf_counter()
     with placement.using(partitioner):
-        compiled = step.lower(state, batch).compile()
+        compiled = _compile(step.lower(state, batch), where, mesh.size)
     program = _program("step", compiled, time.perf_counter() - began, (), whole=True)
     flops = compiled.cost_analysis()["flops"]
     if recipe.model.config.scan_layers:
@@ -294,8 +297,8 @@ def run(job: Callable[[], Compiled]) -> Compiled:
 class _Decode:
     """What is compiled, and where it lies."""
 
-    target: T5
-    draft: T5 | None
+    target: Network
+    draft: Network | None
     drafter: Callable[..., Drafter] | None
     partitioner: Partitioner
     draft_whole: bool | None
@@ -313,7 +316,7 @@ class _Decode:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
         return decoder, params, prompt, self.rows(keys.shape, keys.dtype)
 
-    def _params(self, model: T5, whole: bool | None) -> PyTree:
+    def _params(self, model: Network, whole: bool | None) -> PyTree:
         abstract = model.abstract(jnp.dtype(self.dtype))
         return placement.shapes(abstract, self.partitioner.params(model, whole))
 
@@ -347,7 +350,7 @@ class _Decode:
         if model.config.scan_layers:
             flops = flop.of(one, params, cache, block) / self.partitioner.mesh.shape["model"]
         held: Any = compiled.memory_analysis()
-        read = held.argument_size_in_bytes + held.output_size_in_bytes - _unread(model, params)
+        read = held.argument_size_in_bytes + held.output_size_in_bytes - _unread(params)
         text = compiled.as_text()
         moved = collectives(list(topology.instructions(text)), topology.turns(text))
         total = sum(moved_bytes for _, moved_bytes in moved.values())
@@ -356,9 +359,44 @@ class _Decode:
         return Step(label, flops, read, total, seconds)
 
 
-def _programs(decoder, params, prompt, keys) -> tuple[Program, Program, loop.State]:
+def _compile(lowered: jax.stages.Lowered, where: chips.Slice, split: int) -> jax.stages.Compiled:
+    """Compiles; what the compiler has no room for is one line.
+
+    Args:
+      lowered: the program.
+      where: the slice.
+      split: over how many of its chips what it holds is split.
+
+    Raises:
+      ValueError: it does not fit.
+    """
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        found = re.search(r"\(([\d.]+)([MG])\) exceeds available HBM \(([\d.]+)G\)", str(error))
+        if found is None:
+            raise
+        needed = float(found[1]) * (chips.GIB if found[2] == "G" else 2**20)
+        larger = _large_enough(needed, where, split)
+        raise ValueError(
+            f"it does not fit {where.name}: temporaries alone need {needed / chips.GIB:.1f} of "
+            f"{found[3]} GiB on every chip; by estimate "
+            + (f"the smallest slice that holds it is {larger}" if larger else "no slice holds it")
+            + " (training: or set REMAT_POLICY)"
+        ) from None
+
+
+def _large_enough(peak: float, where: chips.Slice, split: int) -> str | None:
+    """The smallest larger slice, if what is split goes on being split as the slice grows."""
+    for larger in where.larger[1:]:
+        if peak * split / larger.chips <= 0.95 * where.chip.memory:
+            return larger.name
+    return None
+
+
+def _programs(compile, decoder, params, prompt, keys) -> tuple[Program, Program, loop.State]:
     began = time.perf_counter()
-    first = loop.jit_start.lower(decoder, params, prompt, keys).compile()
+    first = compile(loop.jit_start.lower(decoder, params, prompt, keys))
     prefill = _program("prefill", first, time.perf_counter() - began, (), whole=True)
     state = jax.eval_shape(functools.partial(loop.jit_start, decoder), params, prompt, keys)
     state = placement.shapes(state, first.output_shardings)
@@ -366,7 +404,7 @@ def _programs(decoder, params, prompt, keys) -> tuple[Program, Program, loop.Sta
         prompt.length.shape, jnp.float32, sharding=prompt.length.sharding
     )
     began = time.perf_counter()
-    second = loop.jit_run.lower(decoder, params, state, Sampling(temperature)).compile()
+    second = compile(loop.jit_run.lower(decoder, params, state, Sampling(temperature)))
     took = time.perf_counter() - began
     return prefill, _program("loop", second, took, _cache_shapes(state), whole=False), state
 
@@ -443,29 +481,17 @@ def _smallest(found: Compiled, where: chips.Slice, split: int) -> str | None:
       where: for which slice.
       split: over how many chips what it holds was split.
     """
-    if found.fits:
-        return where.name
-    for larger in where.larger[1:]:
-        if found.peak * split / larger.chips <= 0.95 * found.memory:
-            return larger.name
-    return None
+    return where.name if found.fits else _large_enough(found.peak, where, split)
 
 
 def _only_prefill(params: PyTree) -> int:
     """Bytes of parameters that the loop has no use for, but which lie there: it ends at prefill."""
-
-    def once(path) -> bool:
-        names = [key.key for key in path]
-        cross = "encoder_decoder_attention" in names and ("key" in names or "value" in names)
-        return names[0] == "encoder" or cross
-
-    return sum(_bytes(leaf) for path, leaf in jax.tree.leaves_with_path(params) if once(path))
+    return sum(_bytes(x) for path, x in reads.leaves(params) if reads.by_prefill_alone(path))
 
 
-def _unread(model: T5, params: PyTree) -> int:
-    """Bytes of the embedding table, of which a step reads a row per token, unless it is tied."""
-    tied = model.config.logits_via_embedding
-    return 0 if tied else _bytes(params["token_embedder"]["embedding"])
+def _unread(params: PyTree) -> int:
+    """Bytes of tables of which a step reads a row per token."""
+    return sum(_bytes(leaf) for leaf in reads.looked_up(params))
 
 
 def _bytes(leaf) -> int:
@@ -476,9 +502,12 @@ def _said(value) -> Any:
     """A setting as the report shows it."""
     if isinstance(value, T5):
         c = value.config
+        depth = f"{c.num_encoder_layers} + {c.num_decoder_layers}"
+        return f"T5 {c.emb_dim} wide, {c.num_heads} heads, {depth} layers"
+    if isinstance(value, Network):
+        c = value.config
         return (
-            f"T5 {c.emb_dim} wide, {c.num_heads} heads, "
-            f"{c.num_encoder_layers} + {c.num_decoder_layers} layers"
+            f"{type(value).__name__} {c.emb_dim} wide, {c.num_heads} heads, {c.num_layers} layers"
         )
     return value if isinstance(value, int | str | None) else repr(value)
 
@@ -494,7 +523,7 @@ def lines(found: Compiled) -> list[str]:
     """What is said in words."""
     gib = chips.GIB
     out = [
-        f"{found.peak / gib:.2f} of {found.memory / gib:.0f} GiB on every chip of {found.slice}"
+        f"{found.peak / gib:.2f} of {found.memory / gib:.2f} GiB on every chip of {found.slice}"
         f" ({', '.join(f'{n} {k}' for k, n in found.mesh.items())})"
     ]
     if not found.fits:

@@ -45,6 +45,7 @@ def standard(
         ("mlp", "model"),
         ("heads", "model"),
         ("joined_kv", "model"),
+        ("grouped_kv", "model"),
     )
     if parameter_partitioning_dims == 2:
         rules += (("embed", "data"),)
@@ -114,15 +115,20 @@ class Partitioner:
           model: its logical axes and shapes.
           whole: keep them whole on every device; None keeps those of a model whole whose heads the
             model axis does not divide (T5-small has six). Split, such a model would be scattered
-            and gathered around every reshape into heads.
+            and gathered around every reshape into heads. So would the keys and values of grouped
+            queries, which stay whole by themselves where the axis does not divide their heads.
         """
         if whole is None:
             whole = not self.divides_heads(model)
         if whole:
             return jax.tree.map(lambda _: self.replicated, model.abstract())
 
+        split = self.mesh.shape["model"]
+        grouped = getattr(model.config, "num_kv_heads", split) % split == 0
+        rules = tuple(rule for rule in self.rules if grouped or rule[0] != "grouped_kv")
+
         def of(leaf, axes):
-            return NamedSharding(self.mesh, spec(axes, leaf.shape, self.rules, self.mesh))
+            return NamedSharding(self.mesh, spec(axes, leaf.shape, rules, self.mesh))
 
         return jax.tree.map(of, model.abstract(), model.logical_axes())
 

@@ -210,7 +210,22 @@ def test_what_does_not_fit_says_so_and_what_would():
     assert not found.fits and found.peak == 46 * chips.GIB
     assert aot._smallest(found, chips.parse("v4-2"), 1) == "v4-8"
     (line, *_) = aot.lines(found)
-    assert "46.00 of 32 GiB" in line and "does not fit; no slice of this chip" in line
+    assert "46.00 of 32.00 GiB" in line and "does not fit; no slice of this chip" in line
+
+
+def test_what_the_compiler_has_no_room_for_is_one_line():
+    class Lowered:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+                "temporaries (40.80G) exceeds available HBM (30.75G)."
+            )
+
+    said = (
+        "does not fit v4-8: temporaries alone need 40.8 of 30.75 GiB.*slice that holds it is v4-16"
+    )
+    with pytest.raises(ValueError, match=said):
+        aot._compile(Lowered(), chips.parse("v4-8"), 4)
 
 
 def program(gib: int) -> aot.Program:

