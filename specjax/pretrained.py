@@ -10,6 +10,8 @@ import jax
 from jaxtyping import PyTree
 
 from specjax import checkpoints
+from specjax.checkpoints import causal
+from specjax.checkpoints import folder as folder_of
 from specjax.data import vocabulary as vocabularies
 from specjax.models import families
 from specjax.models.families import Network
@@ -97,8 +99,10 @@ def vocabulary(path: str, extra_ids: int = 0) -> vocabularies.Base | None:
       path: the checkpoint.
       extra_ids: sentinels behind the pieces of a SentencePiece model: 100 for T5's own.
     """
+    if "://" in path:
+        return None
     file = pathlib.Path(path).expanduser()
-    if file.suffix == ".gguf" or (file / "tokenizer.json").is_file() and not _is_t5(file):
+    if file.suffix == ".gguf" or _has_tokenizer(file):
         from specjax.data import tokenizers
 
         return tokenizers.load(file)
@@ -112,5 +116,10 @@ def vocabulary(path: str, extra_ids: int = 0) -> vocabularies.Base | None:
     return None
 
 
-def _is_t5(folder: pathlib.Path) -> bool:
-    return any((folder / name).is_file() for name in vocabularies.SENTENCEPIECE_FILES)
+def _has_tokenizer(folder: pathlib.Path) -> bool:
+    """Whether the folder is one of a decoder-only model with its tokenizer; a T5's is SentencePiece's."""
+    if not (folder / folder_of.CONFIG).is_file():
+        return False
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    known = any((folder / name).is_file() for name in files)
+    return known and causal.kind(folder) in causal.KINDS

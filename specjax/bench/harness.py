@@ -19,7 +19,7 @@ from rich import progress as rich_progress
 from specjax.bench import timing
 from specjax.bench.free_draft import FreeDraft
 from specjax.data import samples
-from specjax.data.sources import Example, Heldout, Source
+from specjax.data.sources import Example, Source
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop, stats, stopping
 from specjax.decode.interfaces import Block, Drafter, Model, Params, Prompt, Verifier
@@ -181,11 +181,11 @@ class Measured(NamedTuple):
 def halves(source: Source, vocabulary: Vocabulary, length: int) -> dict[str, list[Example]]:
     """A source's examples whose inputs fit ``length`` ids, in two halves that share none.
 
-    The shipped sample has halves of its own, by source package; of another source every second
-    example is for calibration.
+    The shipped sample and prompt sets have halves of their own, by what their texts are from; of another
+    source every second example is for calibration.
     """
     fitting = lambda found: [e for e in found if len(e.inputs) <= length]  # noqa: E731
-    if isinstance(source, Heldout):
+    if hasattr(source, "half"):
         parts = {h: dataclasses.replace(source, half=h) for h in samples.HALVES}
         return {half: fitting(part.read(vocabulary)) for half, part in parts.items()}
     found = fitting(source.read(vocabulary))

@@ -226,13 +226,16 @@ def read_lines(path: epath.Path) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")] if text else []
 
 
-def cut(examples: Sequence[Example], length: int, truncate: bool) -> list[Example]:
+def cut(
+    examples: Sequence[Example], length: int, truncate: bool, goes_on: bool = False
+) -> list[Example]:
     """Examples that fit ``length`` ids.
 
     Args:
       examples: any.
       length: ids at most, EOS included.
-      truncate: cut longer ones, keeping their EOS.
+      truncate: cut longer ones, keeping their EOS; of a prompt that goes on, keeping its end.
+      goes_on: whether they are prompts of a decoder-only model.
 
     Raises:
       ValueError: one is longer, and ``truncate`` is off; all are counted, the first is named.
@@ -244,7 +247,12 @@ def cut(examples: Sequence[Example], length: int, truncate: bool) -> list[Exampl
             f"is number {long[0].number} with {len(long[0].inputs)}); raise the input length, or set "
             "truncate to cut them"
         )
-    fit = lambda ids: ids if len(ids) <= length else np.append(ids[: length - 1], ids[-1])  # noqa: E731
+
+    def fit(ids: np.ndarray) -> np.ndarray:
+        if len(ids) <= length:
+            return ids
+        return ids[-length:] if goes_on else np.append(ids[: length - 1], ids[-1])
+
     return [e._replace(inputs=fit(e.inputs)) for e in examples]
 
 

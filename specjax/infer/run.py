@@ -25,6 +25,7 @@ from specjax.decode.verify import SpeculativeSampling
 from specjax.infer import system
 from specjax.infer.outputs import Outputs
 from specjax.infer.system import Checkpoint, System
+from specjax.models.causal import Causal
 from specjax.partitioning import hosts
 from specjax.partitioning.rules import Partitioner
 
@@ -124,7 +125,9 @@ def infer(
     sampling.check()
     loaded = system.load(target, drafter, draft, partitioner)
     sampling.check(loaded.target.eos_id)
-    how = {"verifier": verifier, "sampling": sampling, "stop": stopping.stops(stop)}
+    # Llama 3 has several ids that end a text: the loop knows one, the others are stop sequences.
+    ends = [[i] for i in getattr(loaded.target.config, "other_eos_ids", ())]
+    how = {"verifier": verifier, "sampling": sampling, "stop": stopping.stops([*stop, *ends])}
     everything = _examples(source, loaded, settings)
     examples = everything[settings.shard :: settings.num_shards]
     engine = _engine(loaded, verifier, len(examples), settings, partitioner)
@@ -190,7 +193,8 @@ def _examples(source: Source, loaded: System, settings: Settings) -> list[Exampl
     found = source.read(loaded.vocabulary)
     if not found:
         raise ValueError(f"{source.name} has no examples")
-    return sources.cut(found, settings.input_length, settings.truncate)
+    goes_on = isinstance(loaded.target, Causal)
+    return sources.cut(found, settings.input_length, settings.truncate, goes_on)
 
 
 def _describe(source, loaded, examples, how: dict, settings: Settings) -> dict:
