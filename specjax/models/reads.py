@@ -1,14 +1,16 @@
 """Which parameters a decoding step reads, by their names."""
 
+from typing import Any
+
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 # Embedding tables, of which a step reads a row per token, unless they are the output layer too.
 TABLES = ("token_embedder", "embed_tokens", "embed_positions")
 OUTPUTS = ("logits_dense", "lm_head")
 
 
-def leaves(params: PyTree) -> list[tuple[tuple[str, ...], Array]]:
+def leaves(params: PyTree) -> list[tuple[tuple[str, ...], Any]]:
     """(names from the root, leaf) of all parameters."""
     flat, _ = jax.tree.flatten_with_path(params)
     return [(tuple(str(getattr(k, "key", k)) for k in path), leaf) for path, leaf in flat]
@@ -20,7 +22,7 @@ def by_prefill_alone(path: tuple[str, ...]) -> bool:
     return path[0] == "encoder" or cross
 
 
-def looked_up(params: PyTree) -> list[Array]:
+def looked_up(params: PyTree) -> list[Any]:
     """Tables of which a step reads single rows."""
     flat = leaves(params)
     untied = any(name in path for path, _ in flat for name in OUTPUTS)
@@ -31,7 +33,7 @@ def looked_up(params: PyTree) -> list[Array]:
     ]
 
 
-def whole(params: PyTree) -> list[Array]:
+def whole(params: PyTree) -> list[Any]:
     """What a step reads from end to end."""
     tables = {id(leaf) for leaf in looked_up(params)}
     return [
