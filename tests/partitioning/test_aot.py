@@ -10,6 +10,7 @@ import pytest
 from specjax.drafters.small_model import SmallModel
 from specjax.models.t5 import T5
 from specjax.partitioning import aot, chips, flop, topology
+from specjax.partitioning import mesh as meshes
 from specjax.training.seq2seq import Seq2Seq
 from tests import toys
 from tests.partitioning.test_tpu_guard import t5
@@ -53,6 +54,13 @@ def test_slices_by_name(name, count, extent):
 def test_an_unknown_slice_names_the_known_ones(name, said):
     with pytest.raises(ValueError, match=f"unknown slice '{name}'.*{said}"):
         chips.parse(name)
+
+
+def test_a_mesh_whose_axes_no_whole_axes_of_the_slice_make():
+    """Eight partitions on 4 x 4 x 4 chips."""
+    found = meshes.make(8, devices=topology.devices(chips.parse("v4-128").topology))
+    assert dict(found.shape) == {"data": 8, "model": 8}
+    assert len(set(found.devices.flat)) == 64
 
 
 HLO = """
