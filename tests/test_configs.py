@@ -21,6 +21,9 @@ REQUIRED = {
     "runs/infer.gin": "CHECKPOINT_PATH INFER_OUTPUT_DIR MIXTURE_OR_TASK_NAME",
     "runs/aot.gin": "TARGET TOPOLOGY",
     "runs/eval.gin": "CHECKPOINT_PATH EVAL_OUTPUT_DIR MIXTURE_OR_TASK_NAME",
+    "examples/smollm2_infer.gin": "INFER_OUTPUT_DIR",
+    "examples/smollm2_bench.gin": "SPEC_BENCH",
+    "examples/smollm2_bench_long.gin": "SPEC_BENCH",
     "papers/leviathan2022_table2_ende.gin": "TARGET_CHECKPOINT_PATH DRAFT_SMALL_CHECKPOINT_PATH "
     "DRAFT_BASE_CHECKPOINT_PATH DRAFT_LARGE_CHECKPOINT_PATH VOCABULARY_PATH OUTPUT_DIR",
 }
@@ -31,6 +34,7 @@ PARTS = (
     "papers/leviathan2022_finetune_cnndm.gin",
     "runs/finetune.gin",
     "tpu/models.gin",
+    "tpu/decoders.gin",
     "runs/aot_train.gin",
 )
 FINETUNE = "MODEL_DIR INITIAL_CHECKPOINT_PATH MIXTURE_OR_TASK_NAME"
@@ -89,6 +93,21 @@ def test_a_slice_s_file_names_models_and_slice():
         ours = config.macro(macro)
         config.parse([f"configs/models/t5_1_1_{name}.gin"], ["DTYPE='bfloat16'"])
         assert ours == config.macro("MODEL")
+
+
+# Billions of parameters, as the models' authors give them (rounded there).
+DECODERS = {
+    "VICUNA_7B": 6.74, "VICUNA_13B": 13.0, "VICUNA_33B": 32.5, "LLAMA_65B": 65.2, "LLAMA2_70B": 69.0,
+    "LLAMA_68M": 0.068, "TINYLLAMA": 1.1, "OPT_30B": 30.0, "OPT_125M": 0.125,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_for_tpus_have_their_published_size(name):
+    config.parse(["configs/tpu/decoders.gin"])
+    leaves = jax.tree.leaves(config.macro(name).abstract())
+    billions = sum(math.prod(leaf.shape) for leaf in leaves) / 1e9
+    assert billions == pytest.approx(DECODERS[name], rel=0.02)
 
 
 def test_methods_add_a_drafter_to_a_run():
@@ -153,6 +172,6 @@ def test_the_papers_models_are_fine_tuned_on_the_papers_tasks(size):
             [f"configs/papers/leviathan2022_finetune_{task}_{size}.gin"], ["MODEL_DIR='x'"]
         )
         assert config.macro("MIXTURE_OR_TASK_NAME") == name
-        model = config.macro("MODEL")
+        model = config.macro("MODEL").unrolled  # the large ones are scanned
         config.parse([f"configs/models/t5_1_1_{size}.gin"], ["DTYPE='bfloat16'"])
         assert model == config.macro("MODEL")

@@ -345,7 +345,7 @@ def _unlike(tensors: Mapping[str, Any], theirs: Mapping[str, str], tied: bool) -
     if not tied or _OUTPUT not in theirs or _EMBEDDING not in theirs:
         return {}
     same = folder_of.equal(tensors[theirs[_OUTPUT]], tensors[theirs[_EMBEDDING]])
-    return {} if same else {f"unlike {_EMBEDDING}, though tied": [_OUTPUT]}
+    return {} if same else {"unlike the embedding, though tied": [_OUTPUT]}
 
 
 def kind(path: pathlib.Path) -> str | None:

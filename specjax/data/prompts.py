@@ -289,6 +289,7 @@ class SpecBench(PromptSet):
 
     def __post_init__(self):
         super().__post_init__()
+        _check_path(self.path, "Spec-Bench's question.jsonl")
         if self.task not in (None, *SPEC_BENCH_TASKS):
             known = ", ".join(SPEC_BENCH_TASKS)
             raise ValueError(f"unknown Spec-Bench task {self.task!r}, known are {known}")
@@ -419,6 +420,7 @@ class PromptFile(PromptSet):
 
     def __post_init__(self):
         super().__post_init__()
+        _check_path(self.path, "a file of prompts")
         if self.metric not in METRICS:
             raise ValueError(f"unknown metric {self.metric!r}, known are {', '.join(METRICS)}")
 
@@ -581,6 +583,11 @@ def excluded(*sets: PromptSet) -> Excluded:
     """
     texts = itertools.chain.from_iterable(s.texts() for s in sets or (HumanEval(),))
     return Excluded(frozenset(itertools.chain.from_iterable(map(_grams, texts))))
+
+
+def _check_path(path: str | None, what: str) -> None:
+    if not path:
+        raise ValueError(f"no path was given: set it to {what}")
 
 
 def half_of(item: Item) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +42,6 @@ class SeqioBatches:
     The order follows from the seed, so a position always holds the same batch. Positions in order
     stream; a resumed run skips what it has read, which takes as long as reading it.
 
-    The task is read as a fixed number of seqio's shards, each of which gives as many rows that lie
-    side by side. A process opens the shards of its own rows and no others, so what a row holds does
-    not depend on how many processes there are. (T5X has as many shards as it has readers.)
-
     Attributes:
       name: a seqio task or mixture.
       lengths: ``{"inputs": …, "targets": …}`` in ids, EOS included; longer ones are cut.
@@ -55,10 +50,6 @@ class SeqioBatches:
       seed: of the shuffling; None reads in order.
       batches: how many are read at most, of one pass, for evaluation: a last batch that is not full
         is left out; None goes on from epoch to epoch without end.
-      shards: how many shards; a divisor of ``batch_size``, at best a multiple of the number of
-        processes. A source with fewer files is read by every shard, which skips the others'
-        examples before they are tokenised. By default up to 8, or 1 of a single pass, which ends
-        with its shortest shard. The shards of a mixture take turns among its tasks in step, as T5X's.
       model: what reads the batches; the task must not have more pieces than its ``vocab_size``.
       use_cached: read the task's cached examples, from seqio's cache directories.
       modules: imported first, so that they register the task; ours and T5's by default.
@@ -73,19 +64,11 @@ class SeqioBatches:
     model: Any = None
     use_cached: bool = False
     modules: tuple[str, ...] = MODULES
-    shards: int | None = None
 
     def __post_init__(self):
         missing = {"inputs", "targets"} - set(self.lengths)
         if missing:
             raise ValueError(f"TASK_FEATURE_LENGTHS has no {' and no '.join(sorted(missing))}")
-        if self.shards is None:
-            shards = math.gcd(self.batch_size, 8) if self.batches is None else 1
-            object.__setattr__(self, "shards", shards)
-        if self.shards < 1 or self.batch_size % self.shards:
-            raise ValueError(
-                f"{self.name}: a batch of {self.batch_size} does not divide over {self.shards} shards"
-            )
 
     def __len__(self) -> int:
         if self.batches is None:
@@ -95,8 +78,7 @@ class SeqioBatches:
     @functools.cached_property
     def _length(self) -> int:
         """How many full batches one pass has, up to ``batches``."""
-        passes = [self._dataset(shard).take(self.batches) for shard in range(self.shards)]
-        found = min(sum(1 for _ in rows) for rows in passes)
+        found = sum(1 for _ in self._dataset().take(self.batches))
         if not found:
             raise ValueError(
                 f"{self.name}, {self.split}: fewer than the {self.batch_size} examples of one batch"
@@ -110,47 +92,22 @@ class SeqioBatches:
           IndexError: there are fewer.
           ValueError: the split has too few examples for one batch.
         """
-        return self.part(position, np.arange(self.batch_size))
-
-    def rows_at(self, position: int) -> int:
-        """How many rows the batch at a position has."""
-        return self.batch_size
-
-    def part(self, position: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """These rows of the batch at a position; only their shards are read.
-
-        Args:
-          position: which batch.
-          rows: int ``[N]``.
-
-        Raises:
-          IndexError, ValueError: as for a whole batch.
-        """
         if self.batches is not None and not 0 <= position < len(self):
             raise IndexError(f"{self.name}: batch {position} of {len(self)}")
-        shards, which = np.unique(rows // self._rows_of_shard, return_inverse=True)
-        read = [self._read(position, int(shard)) for shard in shards]
-        picked = which * self._rows_of_shard + rows % self._rows_of_shard
-        joined = {name: np.concatenate([part[name] for part in read])[picked] for name in read[0]}
-        return _model_inputs(joined)
+        return self._read(position)
 
-    @property
-    def _rows_of_shard(self) -> int:
-        return self.batch_size // self.shards
-
-    def _read(self, position: int, shard: int) -> dict[str, np.ndarray]:
+    def _read(self, position: int) -> dict[str, np.ndarray]:
         try:
-            return self._readers[shard].read(position)
+            return _model_inputs(self._reader.read(position))
         except StopIteration:
             raise ValueError(
-                f"{self.name}, {self.split}: there is no batch {position} of {self.batch_size} examples "
-                f"(shard {shard} of {self.shards} has too few)"
+                f"{self.name}, {self.split}: there is no batch {position} of {self.batch_size} examples"
             ) from None
 
     @functools.cached_property
-    def _readers(self) -> list["_Reader"]:
+    def _reader(self) -> "_Reader":
         self._check()
-        return [_Reader(functools.partial(self._dataset, i)) for i in range(self.shards)]
+        return _Reader(self._dataset)
 
     def _check(self) -> None:
         task = find(self.name, self.modules)
@@ -162,11 +119,8 @@ class SeqioBatches:
                     f"{self.model.vocab_size} rows"
                 )
 
-    def _dataset(self, shard: int) -> Any:
-        """A shard's rows of batch after batch.
-
-        Built anew for every pass: one dataset shuffles differently each time it is read.
-        """
+    def _dataset(self) -> Any:
+        """Built anew for every pass: one dataset shuffles differently each time it is read."""
         import seqio
 
         data = seqio.get_dataset(
@@ -178,9 +132,8 @@ class SeqioBatches:
             feature_converter=seqio.EncDecFeatureConverter(pack=False),
             use_cached=self.use_cached,
             seed=self.seed,
-            shard_info=seqio.ShardInfo(shard, self.shards) if self.shards > 1 else None,
         )
-        return data.batch(self._rows_of_shard, drop_remainder=True)
+        return data.batch(self.batch_size, drop_remainder=True)
 
 
 class _Reader:

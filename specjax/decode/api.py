@@ -125,10 +125,10 @@ def stream(model: Model, params: PyTree, prompt: Prompt, **options) -> Iterator[
 
 
 def _pieces(decoder: Decoder, params: Params, state: State, rows: Sampling) -> Iterator[Piece]:
-    finish = np.asarray(state.finish)
+    finish = devices.fetch(state.finish)
     while (finish == stopping.LIVE).any():
         state, piece = jit_round(decoder, params, state, rows)
-        piece = jax.device_get(piece)
+        piece = devices.fetch(piece)
         finish = piece.finish_reason
         yield piece
     return loop.jit_decoded(decoder, state)
@@ -137,6 +137,14 @@ def _pieces(decoder: Decoder, params: Params, state: State, rows: Sampling) -> I
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def jit_round(decoder: Decoder, params: Params, state: State, sampling: Sampling):
     """One round, compiled, and the `Piece` it added. The state is donated."""
+    given, out = (loop.WHOLE, loop.STATE, loop.ROWS), (loop.STATE, loop.ROWS)
+    go = loop.apart(decoder, functools.partial(_round, decoder), given, out)
+    return go(params, state, sampling)
+
+
+def _round(
+    decoder: Decoder, params: Params, state: State, sampling: Sampling
+) -> tuple[State, Piece]:
     length = state.text.length
     state = loop.one_round(decoder, params, state, sampling=sampling)
     index = jnp.arange(decoder.block, dtype=jnp.int32)[None]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from specjax import checkpoints
+from specjax import checkpoints, pretrained
 from specjax.data import vocabulary as vocabularies
 from specjax.decode import devices
 from specjax.decode.interfaces import Drafter, Params
@@ -25,11 +25,14 @@ class Checkpoint:
     """Weights of one model.
 
     Attributes:
-      path: a T5X checkpoint, a Hugging Face folder, a folder of ours, or an int8 ``.safetensors``.
+      path: what `specjax.pretrained.load` takes: a name, a T5X checkpoint, a Hugging Face folder, a
+        GGUF file, a folder of ours, or an int8 ``.safetensors``.
       model: what the weights must fit; None takes the configuration from the checkpoint.
       vocabulary_path: a SentencePiece model, or a folder with one; None looks beside the checkpoint.
       extra_ids: sentinels behind the pieces of that model: 100 for T5's own.
       dtype: of activations, caches and weights; where a ``model`` is given, its own.
+      whole: on a mesh, whether every device holds all weights; None for none of a target's, and a
+        draft's where its heads do not divide (see `Partitioner.params`).
     """
 
     path: str
@@ -37,25 +40,29 @@ class Checkpoint:
     vocabulary_path: str | None = None
     extra_ids: int = 0
     dtype: str = "float32"
+    whole: bool | None = None
 
     def load(
-        self, partitioner: Partitioner | None = None, whole: bool | None = None
+        self, partitioner: Partitioner | None = None, target: bool = False
     ) -> tuple[Network, PyTree]:
         """The model and its parameters, laid out for the backend, or on a partitioner's devices.
 
         Args:
           partitioner: where parameters lie; None is one device.
-          whole: see `Partitioner.params`.
+          target: refuse a mesh that does not divide the heads, unless ``whole`` is asked for.
 
         Raises:
-          ValueError: there is no such checkpoint, or it does not fit the model.
+          ValueError: there is no such checkpoint, it does not fit the model, or the mesh does not
+            divide a target's heads.
         """
-        model = self.model
+        model, path = self.model, pretrained.locate(self.path)
         if model is None:
-            found = checkpoints.infer_config(self.path)
+            found = checkpoints.infer_config(path)
             model = families.of(dataclasses.replace(found, dtype=self.dtype))
-        places = None if partitioner is None else partitioner.params(model, whole)
-        params = checkpoints.load_any(self.path, model, model.config.dtype, places)[1]
+        if partitioner is not None and target and not self.whole:
+            partitioner.check_heads(model)
+        places = None if partitioner is None else partitioner.params(model, self.whole)
+        params = checkpoints.load_any(path, model, model.config.dtype, places)[1]
         if partitioner is not None:
             return model, params
         return model, model.tile(params) if jax.default_backend() == "cpu" else params
@@ -69,15 +76,7 @@ class Checkpoint:
             if place.is_dir():
                 return vocabularies.of_folder(place)
             return vocabularies.Vocabulary.load(place, self.extra_ids)
-        folder = pathlib.Path(self.path).expanduser()
-        for place in (folder, folder.parent):
-            files = [place / name for name in vocabularies.SENTENCEPIECE_FILES]
-            file = next((file for file in files if file.is_file()), None)
-            if file is not None and self.extra_ids:
-                return vocabularies.Vocabulary.load(file, self.extra_ids)
-            if file is not None or (place / "tokenizer_config.json").is_file():
-                return vocabularies.of_folder(place)
-        return None
+        return pretrained.vocabulary(pretrained.locate(self.path), self.extra_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +136,15 @@ def load(
       partitioner: where parameters lie; None is one device.
 
     Raises:
-      ValueError: a checkpoint is missing or does not fit, no vocabulary was found, or target and
-        draft do not have the same pieces.
+      ValueError: a checkpoint is missing or does not fit, no vocabulary was found, target and draft
+        do not have the same pieces, or the mesh does not divide the target's heads.
     """
-    model, weights = target.load(partitioner)
+    model, weights = target.load(partitioner, target=True)
     vocabulary = target.vocabulary()
     if vocabulary is None:
         raise ValueError(
-            f"no vocabulary ({' or '.join(vocabularies.SENTENCEPIECE_FILES)}) beside {target.path}; "
-            "set vocabulary_path"
+            f"no vocabulary ({' or '.join(vocabularies.SENTENCEPIECE_FILES)}, tokenizer.json) beside "
+            f"{target.path}; set vocabulary_path"
         )
     if vocabulary.size > model.vocab_size:
         raise ValueError(

@@ -226,7 +226,7 @@ class Causal(abc.ABC):
         tiled = jax.tree.map_with_path(of, params)
         return tiled | {"lm_head": {"weight": layers.tile(self.output(params))}}
 
-    def output(self, params: PyTree) -> Float[Array, "V d"]:
+    def output(self, params: PyTree) -> Float[Array, "..."]:
         """The output layer, which may be the embedding."""
         name = "lm_head" if "lm_head" in params else "embed_tokens"
         return params[name]["weight"]

@@ -5,7 +5,6 @@ References:
 """
 
 import dataclasses
-import math
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -113,10 +112,11 @@ class Partitioner:
 
         Args:
           model: its logical axes and shapes.
-          whole: keep them whole on every device; None keeps those of a model whole whose heads the
-            model axis does not divide (T5-small has six). Split, such a model would be scattered
-            and gathered around every reshape into heads. So would the keys and values of grouped
-            queries, which stay whole by themselves where the axis does not divide their heads.
+          whole: keep them whole on every device; None, which is meant for drafts (see
+            `check_heads`), keeps those of a model whole whose heads the model axis does not divide
+            (T5-small has six). Split, such a model would be scattered and gathered around every
+            reshape into heads. So would the keys and values of grouped queries, which stay whole by
+            themselves where the axis does not divide their heads.
         """
         if whole is None:
             whole = not self.divides_heads(model)
@@ -135,6 +135,20 @@ class Partitioner:
     def divides_heads(self, model) -> bool:
         """Whether the model axis divides the model's attention heads."""
         return model.config.num_heads % self.mesh.shape["model"] == 0
+
+    def check_heads(self, model) -> None:
+        """Raises ValueError where the model axis does not divide the model's attention heads.
+
+        For targets and what is trained, which are not to lie whole on every device unasked.
+        """
+        if self.divides_heads(model):
+            return
+        heads, size = model.config.num_heads, self.mesh.size
+        fit = [n for n in range(1, size + 1) if not (size % n or heads % n)]
+        raise ValueError(
+            f"{self.mesh.shape['model']} model partitions do not divide the {heads} attention heads "
+            f"of the {type(model).__name__}; of {size} devices possible are {', '.join(map(str, fit))}"
+        )
 
     @property
     def rows(self) -> NamedSharding:
@@ -169,17 +183,3 @@ def partitioner(
     rules = standard(parameter_partitioning_dims, additional_rules)
     mesh = meshes.make(num_partitions, submesh)
     return Partitioner(mesh, rules) if mesh.size > 1 else None
-
-
-def bytes_per_device(tree: PyTree, shardings: PyTree[NamedSharding]) -> int:
-    """Bytes of a tree of arrays (or shapes) on one device.
-
-    Args:
-      tree: arrays or shapes.
-      shardings: theirs.
-    """
-
-    def of(leaf, sharding) -> int:
-        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-    return sum(jax.tree.leaves(jax.tree.map(of, tree, shardings)))

@@ -508,3 +508,10 @@ def test_c4_pages_begin(pages):
     assert sorted(halves[0] + halves[1]) == sorted(found)
     with pytest.raises(ValueError, match="c4 has no metric here"):
         C4().score([], [])
+
+
+def test_a_set_without_its_file_is_one_line():
+    with pytest.raises(ValueError, match="no path was given: set it to a file of prompts"):
+        prompts.PromptFile(path=None)
+    with pytest.raises(ValueError, match="set it to Spec-Bench's question.jsonl"):
+        prompts.SpecBench(path="")

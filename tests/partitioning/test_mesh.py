@@ -1,5 +1,6 @@
 """Meshes, rules, and decoding on eight virtual devices: the same tokens as on one."""
 
+import re
 import types
 
 import jax
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from specjax import Sampling, generate
-from specjax.decode import devices, loop
+from specjax import Sampling, generate, stream
+from specjax.decode import api, devices, loop
 from specjax.decode.interfaces import Params
 from specjax.decode.refill import Refill, Request
 from specjax.drafters.small_model import SmallModel
@@ -112,9 +113,16 @@ def test_a_draft_whose_heads_do_not_divide_stays_whole():
     assert split["decoder"]["layers_0"]["mlp"]["wo"]["weight"].spec == P(None, "model")
     large = toys.tiny_t5(num_heads=8)
     assert not all(s.is_fully_replicated for s in jax.tree.leaves(partitioner.params(large)))
-    whole = rules.bytes_per_device(large.abstract(), partitioner.params(large, whole=True))
-    assert whole == sum(x.size * 4 for x in jax.tree.leaves(large.abstract()))
-    assert rules.bytes_per_device(large.abstract(), partitioner.params(large)) < 0.4 * whole
+    whole = jax.tree.leaves(partitioner.params(large, whole=True))
+    assert all(s.is_fully_replicated for s in whole)
+
+
+def test_a_target_s_heads_must_divide():
+    partitioner = Partitioner(meshes.make(4))
+    partitioner.check_heads(toys.tiny_t5(num_heads=8))
+    said = "4 model partitions do not divide the 6 attention heads of the T5; of 8 devices possible are 1, 2$"
+    with pytest.raises(ValueError, match=said):
+        partitioner.check_heads(toys.tiny_t5(num_heads=6))
 
 
 def test_rows_must_divide():
@@ -163,6 +171,60 @@ def test_every_mesh_decodes_the_single_device_s_tokens(parts):
         np.testing.assert_array_equal(getattr(alone, name), getattr(apart, name))
     for name, count in alone.stats._asdict().items():
         np.testing.assert_allclose(count, getattr(apart.stats, name), rtol=1e-12, err_msg=name)
+
+
+def streamed(mesh=None):
+    """What `stream` yields, sampled in float64, and what it returns at its end."""
+    target, draft = (toys.tiny_t5(**vars(m.config) | {"dtype": "float64"}) for m in (TARGET, DRAFT))
+    params, draft_params = toys.init(target, 0), toys.init(draft, 0)
+    if mesh is not None:
+        place = Partitioner(mesh)
+        params = jax.device_put(params, place.params(target))
+        draft_params = jax.device_put(draft_params, place.params(draft))
+    found = stream(
+        target,
+        params,
+        toys.ask(3, batch=8),
+        drafter=SmallModel(draft, 3),
+        draft_params=draft_params,
+        sampling=Sampling(jnp.asarray([0.0, 1.0] * 4, jnp.float32)),
+        max_decode_len=16,
+        mesh=mesh,
+    )
+    pieces = []
+    while True:
+        try:
+            pieces.append(next(found))
+        except StopIteration as end:
+            return pieces, end.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_stream_on_a_mesh_yields_the_single_device_s_tokens(parts):
+    """Piece by piece, and at the end as `generate` returns them."""
+    with jax.enable_x64(True):
+        (alone, last), (apart, end) = streamed(), streamed(meshes.make(parts))
+    assert len(alone) == len(apart) > 1
+    for a, b in zip(alone, apart, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    np.testing.assert_array_equal(last.tokens, end.tokens)
+
+
+def test_a_streamed_round_needs_nothing_of_other_rows():
+    """Each device works on its own row alone: no data are exchanged, and caches stay apart."""
+    mesh = meshes.make(1)
+    place = Partitioner(mesh)
+    both = Params(*(jax.device_put(toys.init(m, 0), place.params(m)) for m in (TARGET, DRAFT)))
+    decoder = loop.Decoder(TARGET, 16, SmallModel(DRAFT, 3), mesh=mesh)
+    ids = jnp.arange(8, dtype=jnp.int32)
+    keys, law = loop.row_keys(jax.random.key(0), ids), Sampling().rows(8)
+    state = loop.jit_start(decoder, both, toys.ask(3, batch=8), keys)
+    round_ = api.jit_round.lower(decoder, both, state, law).compile()
+    assert re.findall("all-reduce|all-gather|all-to-all|collective", round_.as_text()) == []
+    state, piece = api.jit_round(decoder, both, state, law)
+    for x in jax.tree.leaves((state.cache.kv, state.drafter.cache.kv, piece)):
+        assert x.sharding.spec[0] in ("data", ("data",)), x.sharding
 
 
 def test_caches_are_split_by_rows_and_heads():

@@ -17,13 +17,12 @@ from specjax.decode.sampling import Sampling
 from specjax.drafters.small_model import SmallModel
 from specjax.models import layers
 from specjax.models.t5 import T5
-from specjax.partitioning import topology
+from specjax.partitioning import aot, topology
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.tpu
 
 GAMMA, INPUT_LENGTH, MAX_DECODE_LEN = 5, 128, 128
-HOST = r"\b(infeed|outfeed|send|recv|send-done|recv-done)\(|callback|is_host_transfer=true"
 # (target, draft, decoder layers kept): layers are alike, so two of each show what a loop is made of.
 FAST, WHOLE = ("base", "small", 2), ("xxl", "small", None)
 each_pair = pytest.mark.parametrize("pair", [FAST, WHOLE], ids=lambda pair: "-".join(pair[:2]))
@@ -143,7 +142,7 @@ def test_state_is_updated_where_it_lies(pair):
 
 @fast_pair
 def test_loop_never_asks_the_host(pair):
-    assert re.findall(HOST, compiled(pair).as_text()) == []
+    assert aot.HOST.findall(compiled(pair).as_text()) == []
 
 
 @fast_pair
