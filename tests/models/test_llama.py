@@ -466,7 +466,7 @@ def test_a_rule_for_grouped_heads_stands_among_t5x_s():
     assert rules.spec(("grouped_kv", "embed"), (24, 16), rules.standard(), mesh) == P("model")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("parts", "kv_heads", "scan"), [(4, 2, False), (8, 2, False), (4, 4, True)]

@@ -339,7 +339,7 @@ def test_a_forced_prefix_is_refused():
         generate(tiny_opt(), decoders.init(tiny_opt(), 0), ask, max_decode_len=4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_a_mesh_decodes_the_single_device_s_tokens():
     """Two groups of devices, heads over four."""

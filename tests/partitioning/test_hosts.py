@@ -174,25 +174,27 @@ def corpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_killed_process_ends_the_job_and_the_next_start_goes_on(folder, corpus, tmp_path):
-    """Two processes, one of them killed after a checkpoint: the same parameters as one process alone."""
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_killed_process_ends_the_job_and_the_next_start_goes_on(
+    folder, corpus, tmp_path, processes
+):
+    """One of them is killed after a checkpoint: the same parameters as one process alone."""
     finish(start(tune(folder, tmp_path / "one", 8, parts=1), 1, 1))
-    out = tmp_path / "two"
-    running = start(tune(folder, out, 8), 2, 2)
+    out = tmp_path / "several"
+    running = start(tune(folder, out, 8), processes, 2)
     # what is not finished yet has a longer name
     steps = lambda: [p.name for p in (out / "checkpoints").glob("*") if p.name.isdigit()]  # noqa: E731
     until = time.monotonic() + 200
     while not steps():
-        assert time.monotonic() < until and running[1].poll() is None
+        assert time.monotonic() < until and running[-1].poll() is None
         time.sleep(0.02)
-    running[1].kill()
-    said = running[0].communicate(timeout=300)[0]
-    running[1].communicate()
+    running[-1].kill()
+    said, *_ = [process.communicate(timeout=300)[0] for process in running]
     if "8" not in steps():  # it may have been done already
         assert running[0].returncode != 0, said
-    (resumed, _) = finish(start(tune(folder, out, 8), 2, 2))
+    resumed, *_ = finish(start(tune(folder, out, 8), processes, 2))
     assert "Found 0 checkpoint steps" not in resumed  # it went on, and did not begin anew
     assert "8" in steps()
-    both = [checkpoints.load_any(tmp_path / name, MODEL)[1] for name in ("one", "two")]
+    both = [checkpoints.load_any(tmp_path / name, MODEL)[1] for name in ("one", "several")]
     for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
