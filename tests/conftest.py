@@ -1,6 +1,8 @@
 """Shared test set-up: eight CPU devices, strict promotion, shapes checked at run time."""
 
+import gc
 import os
+import pathlib
 from collections.abc import Callable
 
 # Everything down to the first import of jax must stand in the environment before it.
@@ -67,3 +69,14 @@ def x64():
     """64-bit types during the test; ask for it by `@pytest.mark.usefixtures("x64")`."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_compiled_programs():
+    """Every compiled program holds maps of memory, of which Linux gives a process 65,530: the compiler
+    aborts at the next. So programs are forgotten long before that."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+        gc.collect()
