@@ -86,6 +86,11 @@ def write_open(old: Array, new: Array, at) -> Array:
     return lax.dynamic_update_slice(old, new, (zero, zero, jnp.asarray(at, jnp.int32), zero))
 
 
+def write_layer(kv: tuple, i: Any, new: tuple, at) -> tuple:
+    """Layer ``i``'s open slots with a block's (key, value) written ``at ..``."""
+    return tuple(write_open(old, x, at) for old, x in zip(layer(kv, i), new, strict=True))
+
+
 def commit(cache: Cache, open: Open, keep: Int[Array, "B K"], count: Int[Array, "B"]) -> Cache:
     """Appends open slots ``keep[:count]`` to each row.
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from specjax.decode.interfaces import Block, Extended, Open, Prefilled, Prompt, Text
 from specjax.models import cache as caches
 from specjax.models import layers, stack
+from specjax.models.base import Base
 from specjax.models.cache import Cache
 
 # Attention of one layer: (query, key, value) to (what it read, the keys and values to keep).
@@ -36,23 +36,17 @@ class Places(NamedTuple):
     span: Int[Array, "B M"]
 
 
-class Causal(abc.ABC):
+class Causal(Base):
     """The `Model` protocol for a decoder-only family; a frozen dataclass with a ``config``.
 
-    The configuration has ``vocab_size, emb_dim, num_layers, num_heads, num_kv_heads, head_dim,
-    scan_layers, dtype, eos_id``.
+    Beside what `Base` asks for, the configuration has ``emb_dim, num_layers, num_heads, num_kv_heads``.
     """
 
-    config: Any
     reads = ()
 
     @property
-    def eos_id(self) -> int:
-        return self.config.eos_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
+    def kv_layers(self) -> tuple[int, int]:
+        return self.config.num_layers, self.config.num_kv_heads
 
     @property
     def max_positions(self) -> int | None:
@@ -62,16 +56,16 @@ class Causal(abc.ABC):
     # What a family says.
 
     @abc.abstractmethod
-    def table(self) -> PyTree[tuple]:
-        """(shape, logical axes, initializer) of every parameter."""
-
-    @abc.abstractmethod
     def embed(self, params: PyTree, tokens: Int[Array, "B M"], places: Places) -> Array:
         """What the first layer reads, ``[B, M, d]``."""
 
+    def shared(self, places: Places) -> Any:
+        """What all layers need to know of the places, made once."""
+        del places
+
     @abc.abstractmethod
-    def layer(self, weights: PyTree, x: Float[Array, "B M d"], places: Places, attend: Attend):
-        """One layer: ``(x, what attention kept)``."""
+    def layer(self, weights: PyTree, x: Float[Array, "B M d"], shared: Any, attend: Attend):
+        """One layer, given what `shared` made: ``(x, what attention kept)``."""
 
     @abc.abstractmethod
     def finish(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M d"]:
@@ -80,22 +74,6 @@ class Causal(abc.ABC):
     @abc.abstractmethod
     def logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M V"]:
         """Logits, float32 at least."""
-
-    # Parameters.
-
-    def init(self, key: Key[Array, ""]) -> PyTree:
-        """Random parameters."""
-        spec, treedef = jax.tree.flatten(self.table(), is_leaf=_is_leaf)
-        keys = jax.random.split(key, len(spec))
-        make = lambda leaf, key: leaf[2](key, leaf[0], jnp.float32)  # noqa: E731
-        return treedef.unflatten([make(leaf, k) for leaf, k in zip(spec, keys, strict=True)])
-
-    def abstract(self, dtype=jnp.float32) -> PyTree[jax.ShapeDtypeStruct]:
-        of = lambda leaf: jax.ShapeDtypeStruct(leaf[0], dtype)  # noqa: E731
-        return jax.tree.map(of, self.table(), is_leaf=_is_leaf)
-
-    def logical_axes(self) -> PyTree[tuple[str, ...]]:
-        return jax.tree.map(lambda leaf: leaf[1], self.table(), is_leaf=_is_leaf)
 
     # Decoding.
 
@@ -127,12 +105,6 @@ class Causal(abc.ABC):
         text = Text(jnp.pad(prompt.tokens, [(0, 0), (0, slots)]), prompt.length)
         return Prefilled(cache, text, self._taps(params, seen, taps), prompt)
 
-    def open(self, batch: int, width: int) -> Open:
-        config = self.config
-        shape = (batch, config.num_kv_heads, width, config.head_dim)
-        kv = caches.empty_kv(config.num_layers, shape, config.dtype, config.scan_layers)
-        return Open(kv, jnp.zeros((batch, width), jnp.int32))
-
     def extend(
         self,
         params: PyTree,
@@ -145,35 +117,21 @@ class Causal(abc.ABC):
         logits_from=0,
     ) -> Extended:
         """Reads ``block`` behind the cache. See `Model.extend`."""
-        if open is None:
-            open = self.open(*block.mask.shape[::2])
-        position = cache.length[:, None] + block.depth
-        at = jnp.asarray(at, jnp.int32)
-        start = (jnp.zeros((), jnp.int32), at)
-        open_position = lax.dynamic_update_slice(open.position, position, start)
+        open, position, at = self.placed(cache, block, open, at)
         slots = jnp.arange(caches.slots(cache.kv), dtype=jnp.int32)
         cached = layers.mask_bias(slots[None] < cache.length[:, None])[:, None, None]
         cached = jnp.broadcast_to(cached, (*cached.shape[:2], position.shape[1], slots.size))
         opened = layers.mask_bias(block.mask)[:, None]
 
         def attend(query, key, value, i):
-            fresh = tuple(
-                caches.write_open(old, new, at)
-                for old, new in zip(caches.layer(open.kv, i), (key, value), strict=True)
-            )
+            fresh = caches.write_layer(open.kv, i, (key, value), at)
             sources = [(*caches.layer(cache.kv, i), cached), (*fresh, opened)]
             return layers.attend_grouped(query, sources), fresh
 
         seen, kv = self._read(params, block.tokens, Places(position, position + 1), attend)
         given = self._taps(params, seen, taps)
         logits = self.logits(params, self.finish(params, seen["last"][:, logits_from:]))
-        return Extended(logits, given, Open(caches.joined(kv), open_position))
-
-    def commit(self, cache: Cache, open: Open, keep, count) -> Cache:
-        return caches.commit(cache, open, keep, count)
-
-    def rewind(self, cache: Cache, length) -> Cache:
-        return caches.rewind(cache, length)
+        return Extended(logits, given, open._replace(kv=caches.joined(kv)))
 
     # Training.
 
@@ -198,8 +156,10 @@ class Causal(abc.ABC):
     ) -> tuple[dict, Any]:
         """(states by tap, what attention kept of every layer)."""
 
+        shared = self.shared(places)
+
         def body(x, weights, i):
-            out, kept = self.layer(weights, x, places, lambda *qkv: attend(*qkv, i))
+            out, kept = self.layer(weights, x, shared, lambda *qkv: attend(*qkv, i))
             return layers.rows_apart(out), (kept, x)
 
         x = layers.rows_apart(self.embed(params, tokens, places))
@@ -236,7 +196,3 @@ def project(weights: PyTree, x: Float[Array, "B M K"]) -> Float[Array, "B M N"]:
     """A linear layer, with a bias where it has one."""
     y = layers.linear(x, weights["weight"])
     return y + weights["bias"].astype(y.dtype)[None, None] if "bias" in weights else y
-
-
-def _is_leaf(node) -> bool:
-    return isinstance(node, tuple)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
-from specjax.models.llama import Llama, LlamaConfig, Rope
+from specjax.models.llama import Llama, LlamaConfig
 from specjax.models.opt import Opt, OptConfig
 from specjax.models.t5 import T5, T5Config
 
@@ -50,7 +50,5 @@ def parse(family: str, config: dict[str, Any] | str) -> Config:
     """
     if family not in FAMILIES:
         raise ValueError(f"no model family {family!r}; known are {', '.join(FAMILIES)}")
-    fields = json.loads(config) if isinstance(config, str) else dict(config)
-    if isinstance(fields.get("rope"), dict):
-        fields["rope"] = Rope(**fields["rope"])
+    fields = json.loads(config) if isinstance(config, str) else config
     return FAMILIES[family].config(**fields)

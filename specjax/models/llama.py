@@ -122,11 +122,6 @@ class Llama(Causal):
     def pad_id(self) -> int:
         return self.config.pad_id
 
-    @property
-    def unrolled(self) -> "Llama":
-        """The same model with unrolled layers."""
-        return Llama(dataclasses.replace(self.config, scan_layers=False))
-
     def table(self) -> PyTree[tuple]:
         """(shape, logical axes, initializer) of every parameter, under Hugging Face's names."""
         c = self.config
@@ -165,14 +160,19 @@ class Llama(Causal):
         del places
         return params["embed_tokens"]["weight"].astype(self.config.dtype)[tokens]
 
-    def layer(self, weights: PyTree, x: Float[Array, "B M d"], places: Places, attend: Attend):
+    def shared(self, places: Places) -> tuple[Array, Array]:
+        return rotary(self.config, places)
+
+    def layer(
+        self, weights: PyTree, x: Float[Array, "B M d"], shared: tuple[Array, Array], attend: Attend
+    ):
         c, attention, mlp = self.config, weights["self_attn"], weights["mlp"]
         y = layers.rms_norm(x, weights["input_layernorm"]["weight"], c.norm_eps)
         heads = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads, "v_proj": c.num_kv_heads}
         query, key, value = (
             layers.split_heads(project(attention[name], y), count) for name, count in heads.items()
         )
-        cos, sin = rotary(c, places)
+        cos, sin = shared
         query = rotate(query, cos, sin) * jnp.asarray(c.head_dim**-0.5, x.dtype)
         read, kept = attend(query, rotate(key, cos, sin), value)
         x = x + project(attention["o_proj"], layers.join_heads(read))

@@ -85,11 +85,6 @@ class Opt(Causal):
     def max_positions(self) -> int:
         return self.config.max_positions
 
-    @property
-    def unrolled(self) -> "Opt":
-        """The same model with unrolled layers."""
-        return Opt(dataclasses.replace(self.config, scan_layers=False))
-
     def table(self) -> PyTree[tuple]:
         """(shape, logical axes, initializer) of every parameter, under Hugging Face's names."""
         c = self.config
@@ -140,8 +135,8 @@ class Opt(Causal):
         row = places.position.clip(0, c.max_positions - 1) + OFFSET
         return x + params["embed_positions"]["weight"].astype(c.dtype)[row]
 
-    def layer(self, weights: PyTree, x: Float[Array, "B M d"], places: Places, attend: Attend):
-        del places
+    def layer(self, weights: PyTree, x: Float[Array, "B M d"], shared: None, attend: Attend):
+        del shared
         c, attention = self.config, weights["self_attn"]
         first, second = (
             lambda x, name=name: _norm(weights[name], x, c.norm_eps)

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from specjax.decode.interfaces import Block, Extended, Open, Prefilled, Prompt
 from specjax.models import cache as caches
 from specjax.models import layers, prefix, stack
+from specjax.models.base import Base
 from specjax.models.cache import Cache
 
 ACTIVATIONS = {
@@ -81,7 +82,7 @@ class T5Config:
 
 
 @dataclasses.dataclass(frozen=True)
-class T5:
+class T5(Base):
     """T5 behind the `Model` protocol. Static: parameters are passed in."""
 
     config: T5Config = T5Config()
@@ -90,38 +91,20 @@ class T5:
     pad_id = 0
 
     @property
-    def eos_id(self) -> int:
-        return self.config.eos_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Taps of another model's prefill that this one's `prefill` takes."""
         return () if self.config.encoded_dim is None else ("encoded",)
 
     @property
-    def unrolled(self) -> "T5":
-        """The same model with unrolled layers, which is how checkpoints of others name them."""
-        return T5(dataclasses.replace(self.config, scan_layers=False))
+    def kv_layers(self) -> tuple[int, int]:
+        return self.config.num_decoder_layers, self.config.num_heads
 
     # Parameters.
 
-    def init(self, key: Key[Array, ""]) -> PyTree:
-        """Random parameters, scaled as T5X does (queries by d^-1/2 D^-1/2, so no 1/sqrt(D) later)."""
-        spec, treedef = jax.tree.flatten(parameter_table(self.config), is_leaf=_is_leaf)
-        keys = jax.random.split(key, len(spec))
-        make = lambda leaf, key: leaf[2](key, leaf[0], jnp.float32)  # noqa: E731
-        return treedef.unflatten([make(leaf, k) for leaf, k in zip(spec, keys, strict=True)])
-
-    def abstract(self, dtype=jnp.float32) -> PyTree[jax.ShapeDtypeStruct]:
-        table = parameter_table(self.config)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x[0], dtype), table, is_leaf=_is_leaf)
-
-    def logical_axes(self) -> PyTree[tuple[str, ...]]:
-        return jax.tree.map(lambda leaf: leaf[1], parameter_table(self.config), is_leaf=_is_leaf)
+    def table(self) -> PyTree[tuple]:
+        """Of every parameter, under T5X's names, scaled as T5X does (queries by d^-1/2 D^-1/2, so no
+        1/sqrt(D) later)."""
+        return parameter_table(self.config)
 
     def tile(self, params: PyTree) -> PyTree:
         """The parameters with the weights of a decoding step laid out for a CPU (`layers.tile`).
@@ -158,7 +141,7 @@ class T5:
         encoded = self.encode(params, prompt.tokens, mask, encoded)
         read = lambda _, layer, i: (None, cross_kv(config, layer, encoded))  # noqa: E731
         cross = caches.joined(stack.run(params["decoder"], read, None)[1])
-        kv = self._empty_kv(batch, slots)
+        kv = self.empty_kv(batch, slots)
         cache = Cache(kv, jnp.zeros(batch, jnp.int32), cross, mask)
         cache, text = prefix.force(self, params, cache, prompt, slots, self.start_id)
         return Prefilled(cache, text, {"encoded": encoded} if "encoded" in taps else {}, prompt)
@@ -183,14 +166,6 @@ class T5:
             )
         return encoded
 
-    def open(self, batch: int, width: int) -> Open:
-        return Open(self._empty_kv(batch, width), jnp.zeros((batch, width), jnp.int32))
-
-    def _empty_kv(self, batch: int, slots: int) -> tuple:
-        config = self.config
-        shape = (batch, config.num_heads, slots, config.head_dim)
-        return caches.empty_kv(config.num_decoder_layers, shape, config.dtype, config.scan_layers)
-
     def extend(
         self,
         params: PyTree,
@@ -204,25 +179,17 @@ class T5:
     ) -> Extended:
         """Reads ``block`` behind the cache. See `Model.extend`."""
         config = self.config
-        if open is None:
-            open = self.open(*block.mask.shape[::2])
-        position = cache.length[:, None] + block.depth
-        at = jnp.asarray(at, jnp.int32)
-        open_position = jax.lax.dynamic_update_slice(
-            open.position, position, (jnp.zeros((), jnp.int32), at)
-        )
-        bias_of = _decoder_bias(config, params["decoder"], cache, block, position, open_position)
+        open, position, at = self.placed(cache, block, open, at)
+        bias_of = _decoder_bias(config, params["decoder"], cache, block, position, open.position)
         cross_bias = layers.mask_bias(cache.cross_mask)[:, None, None]
 
         def body(x, layer, i):
-            fresh = caches.layer(open.kv, i)
+            fresh = None
             cached, opened = bias_of(layer)
 
             def self_attend(query, key, value):
                 nonlocal fresh
-                fresh = tuple(
-                    caches.write_open(o, n, at) for o, n in zip(fresh, (key, value), strict=True)
-                )
+                fresh = caches.write_layer(open.kv, i, (key, value), at)
                 kept = caches.layer(cache.kv, i)
                 return layers.attend(query, [(*kept, cached), (*fresh, opened)])
 
@@ -236,13 +203,7 @@ class T5:
         seen["final"] = x
         logits = project_logits(config, params, x[:, logits_from:])
         given = {name: seen[name] for name in taps if name != "encoded"}  # that came by prefill
-        return Extended(logits, given, Open(caches.joined(kv), open_position))
-
-    def commit(self, cache: Cache, open: Open, keep, count) -> Cache:
-        return caches.commit(cache, open, keep, count)
-
-    def rewind(self, cache: Cache, length) -> Cache:
-        return caches.rewind(cache, length)
+        return Extended(logits, given, open._replace(kv=caches.joined(kv)))
 
     # Training.
 
@@ -409,10 +370,6 @@ def _mlp_inputs(config: T5Config) -> list[str]:
     """T5X's names: ``wi`` for one activation, ``wi_0``, ``wi_1`` for a gated layer."""
     count = len(config.mlp_activations)
     return ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
-
-
-def _is_leaf(node) -> bool:
-    return isinstance(node, tuple)
 
 
 def parameter_table(config: T5Config) -> PyTree[tuple]:
