@@ -16,11 +16,12 @@ import sys
 
 from rich.progress import track
 
+from specjax.partitioning import aot, chips
+
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "tpu"
 REPORTS = ROOT / "runs" / "aot"
 TABLE = ROOT / "docs" / "aot.md"
-GIB = 2**30
 
 HEAD = """# What the TPU compiler makes of `configs/tpu`
 
@@ -50,12 +51,6 @@ def read(config: pathlib.Path) -> dict | None:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def collectives(found: dict) -> str:
-    kinds = found["programs"][-1]["collectives"]
-    parts = [f"{count} {kind} ({size / 1e6:.2f} MB)" for kind, (count, size) in kinds.items()]
-    return ", ".join(parts) or "none"
-
-
 def row(name: str, found: dict) -> list[str]:
     """One line of the table."""
     mesh = " × ".join(f"{size} {axis}" for axis, size in found["mesh"].items())
@@ -63,11 +58,12 @@ def row(name: str, found: dict) -> list[str]:
     ratios = [f"{found[x]:.3f}" if found[x] is not None else "" for x in ("c", "v")]
     seconds = sum(program["compile_seconds"] for program in found["programs"])
     copies = sum(p["cache_copies"] + p["host_operations"] for p in found["programs"])
+    exchanged = aot.moved(found["programs"][-1]["collectives"])
     fits = "" if found["fits"] else f" (does not fit; {found['smallest'] or 'no slice'} would)"
     return [
-        f"`{name}`", found["slice"], mesh, f"{found['peak'] / GIB:.1f}{fits}",
+        f"`{name}`", found["slice"], mesh, f"{found['peak'] / chips.GIB:.1f}{fits}",
         f"{steps[0]['flops'] / 1e9:.0f}", f"{steps[0]['bytes'] / 1e9:.2f}",
-        f"{steps[0]['seconds'] * 1e3:.2f}", *ratios, collectives(found), str(copies), f"{seconds:.0f}",
+        f"{steps[0]['seconds'] * 1e3:.2f}", *ratios, exchanged, str(copies), f"{seconds:.0f}",
     ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import statistics
+import tempfile
 import time
 
 import jax
@@ -23,7 +24,7 @@ import torch
 import transformers
 from rich.progress import track
 
-from specjax import Prompt, generate, pretrained
+from specjax import Prompt, checkpoints, generate, pretrained
 from specjax.checkpoints import causal
 from specjax.data import tokenizers
 from specjax.drafters.small_model import SmallModel
@@ -45,12 +46,7 @@ class Contest:
     """Both libraries' ways of decoding, each a function of ids that returns new ids."""
 
     def __init__(self, name: str, draft: str | None, gamma: int, new_tokens: int, width: int):
-        self.path, self.new, self.width, self.gamma = (
-            pretrained.locate(name),
-            new_tokens,
-            width,
-            gamma,
-        )
+        self.path, self.new, self.width = pretrained.locate(name), new_tokens, width
         self.ours = pretrained.load(self.path)
         self.torch = theirs(self.path)
         # Both go on past the end of a text: all lengths are the same.
@@ -61,18 +57,11 @@ class Contest:
             self.methods[f"specjax, draft, gamma {gamma}"] = self._jax(
                 SmallModel(small.model, gamma), small.params
             )
-            assistant = theirs(self._folder_of(draft))
+            with tempfile.TemporaryDirectory() as folder:  # the draft as transformers reads it
+                model, params = checkpoints.load_any(draft)
+                causal.save(params, model, folder)
+                assistant = theirs(folder)
             self.methods["transformers, assisted"] = self._hf(assistant_model=assistant)
-
-    def _folder_of(self, draft: str) -> str:
-        """The draft as transformers reads it."""
-        folder = pathlib.Path("runs") / "compare" / pathlib.Path(draft).stem
-        if not folder.exists():
-            from specjax import checkpoints
-
-            model, params = checkpoints.load_any(draft)
-            causal.save(params, model, folder)
-        return str(folder)
 
     def _hf(self, **options):
         more = {"do_sample": False, "max_new_tokens": self.new, "eos_token_id": None} | options

@@ -64,11 +64,21 @@ def load(name: str | os.PathLike, dtype: str = "float32") -> Pretrained:
         says how to get it.
     """
     path = locate(name)
-    model = families.of(dataclasses.replace(checkpoints.infer_config(path), dtype=dtype))
-    params = checkpoints.load_any(path, model, dtype)[1]
-    if jax.default_backend() == "cpu":
-        params = model.tile(params)
-    return Pretrained(model, params, vocabulary(path))
+    model = described(path, dtype)
+    return Pretrained(model, weights(path, model), vocabulary(path))
+
+
+def described(path: str, dtype: str) -> Network:
+    """The model that a checkpoint describes, with activations and caches of a type."""
+    return families.of(dataclasses.replace(checkpoints.infer_config(path), dtype=dtype))
+
+
+def weights(path: str, model: Network, shardings: PyTree | None = None) -> PyTree:
+    """A checkpoint's parameters in the model's type, on shardings or laid out for the backend."""
+    params = checkpoints.load_any(path, model, model.config.dtype, shardings)[1]
+    if shardings is None and jax.default_backend() == "cpu":
+        return model.tile(params)
+    return params
 
 
 def locate(name: str | os.PathLike) -> str:

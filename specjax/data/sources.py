@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from etils import epath
 
 from specjax.data import metrics, samples, seqio_batches
-from specjax.data.vocabulary import Vocabulary
+from specjax.data.vocabulary import Vocabulary, keep_eos
 
 METRICS = {"bleu": metrics.bleu, "rouge": metrics.rouge}
 SCORES = {"debian_ende": metrics.bleu, "debian_synopsis": metrics.rouge}
@@ -227,15 +227,18 @@ def read_lines(path: epath.Path) -> list[str]:
 
 
 def cut(
-    examples: Sequence[Example], length: int, truncate: bool, goes_on: bool = False
+    examples: Sequence[Example],
+    length: int,
+    truncate: bool,
+    shorten: Callable[[np.ndarray, int], np.ndarray] = keep_eos,
 ) -> list[Example]:
     """Examples that fit ``length`` ids.
 
     Args:
       examples: any.
       length: ids at most, EOS included.
-      truncate: cut longer ones, keeping their EOS; of a prompt that goes on, keeping its end.
-      goes_on: whether they are prompts of a decoder-only model.
+      truncate: cut longer ones.
+      shorten: how; the vocabulary's own (`Base.shorten`).
 
     Raises:
       ValueError: one is longer, and ``truncate`` is off; all are counted, the first is named.
@@ -247,13 +250,7 @@ def cut(
             f"is number {long[0].number} with {len(long[0].inputs)}); raise the input length, or set "
             "truncate to cut them"
         )
-
-    def fit(ids: np.ndarray) -> np.ndarray:
-        if len(ids) <= length:
-            return ids
-        return ids[-length:] if goes_on else np.append(ids[: length - 1], ids[-1])
-
-    return [e._replace(inputs=fit(e.inputs)) for e in examples]
+    return [e._replace(inputs=shorten(e.inputs, length)) for e in examples]
 
 
 def _example(vocabulary: Vocabulary, number: int, inputs: str, targets: str | None) -> Example:

@@ -28,7 +28,7 @@ from jaxtyping import Int32
 from tokenizers import models, normalizers, pre_tokenizers
 
 from specjax.checkpoints import gguf
-from specjax.data.vocabulary import Base
+from specjax.data.vocabulary import Base, entries
 
 # What bytes a piece stands for.
 _Content = Callable[[str], bytes]
@@ -187,7 +187,7 @@ class Tokenizer(Base):
         """
         rows = [self.encode(text) if isinstance(text, str) else list(text) for text in texts]
         if truncate:
-            rows = [self._shorten(row, length) for row in rows]
+            rows = [self.shorten(np.asarray(row, np.int32), length).tolist() for row in rows]
         problems = [
             f"prompt {i} has {len(row)} ids, "
             + (f"the limit is {length}" if row else "one at least")
@@ -245,11 +245,13 @@ class Tokenizer(Base):
         text = self.render(messages, add_generation_prompt=add_generation_prompt, **more)
         return self.encode(text, prefix=False)
 
-    def _shorten(self, row: list[int], length: int) -> list[int]:
-        if len(row) <= length:
-            return row
-        first = [i for i, j in zip(row, self.special.prefix, strict=False) if i == j][:length]
-        return first + row[len(row) - (length - len(first)) :]
+    def shorten(self, ids: np.ndarray, length: int) -> np.ndarray:
+        """The end of a prompt, which is what it goes on from, behind the prefix (BOS)."""
+        if len(ids) <= length:
+            return ids
+        prefix = zip(ids.tolist(), self.special.prefix, strict=False)
+        first = sum(i == j for i, j in itertools.islice(prefix, length))
+        return np.append(ids[:first], ids[len(ids) - (length - first) :])
 
 
 class Stream:
@@ -533,7 +535,7 @@ def _of_model(folder: pathlib.Path) -> gguf.Vocabulary:
         model = sentencepiece.SentencePieceProcessor(model_file=str(file))
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{file} is no SentencePiece model: {error}") from None
-    config = _entries(folder / "tokenizer_config.json")
+    config = entries(folder / "tokenizer_config.json")
     kinds = {
         _UNKNOWN: model.is_unknown,
         _CONTROL: model.is_control,
@@ -561,12 +563,12 @@ def _of_model(folder: pathlib.Path) -> gguf.Vocabulary:
 
 def _of_merges(folder: pathlib.Path) -> gguf.Vocabulary:
     """The vocabulary in ``vocab.json`` and ``merges.txt``, with what the other files add."""
-    config = _entries(folder / "tokenizer_config.json")
+    config = entries(folder / "tokenizer_config.json")
     kind = str(config.get("tokenizer_class", "GPT2Tokenizer"))
     pre = next((pre for name, pre in _OF_CLASS.items() if kind.startswith(name)), None)
     if pre is None:
         raise ValueError(f"{folder} has no tokenizer.json, and {kind} cannot be made without")
-    pieces = _by_id(_entries(folder / "vocab.json"))
+    pieces = _by_id(entries(folder / "vocab.json"))
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
     if bad := [merge for merge in merges if len(merge) != 2]:
@@ -591,8 +593,8 @@ def _of_merges(folder: pathlib.Path) -> gguf.Vocabulary:
 
 def _completed(folder: pathlib.Path, words: gguf.Vocabulary) -> gguf.Vocabulary:
     """With the added and special tokens that the other files name."""
-    more = _entries(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    extra = {int(i): str(name) for name, i in _entries(folder / "added_tokens.json").items()}
+    more = entries(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    extra = {int(i): str(name) for name, i in entries(folder / "added_tokens.json").items()}
     extra |= {int(i): token["content"] for i, token in more.items()}
     plain = {int(i) for i, token in more.items() if not token.get("special")}
     last = len(words.pieces)
@@ -625,8 +627,8 @@ def _by_id(ids: Mapping[str, int]) -> tuple[str, ...]:
 
 def _named(folder: pathlib.Path) -> dict[str, str]:
     """Special tokens by kind (bos, eos, pad, unk), as far as the files name them."""
-    config = _entries(folder / "tokenizer_config.json")
-    older = _entries(folder / "special_tokens_map.json")
+    config = entries(folder / "tokenizer_config.json")
+    older = entries(folder / "special_tokens_map.json")
     found = {}
     for kind in ("bos", "eos", "pad", "unk"):
         token = config.get(f"{kind}_token", older.get(f"{kind}_token"))
@@ -639,7 +641,7 @@ def _ends(folder: pathlib.Path, first: int | None, size: int) -> tuple[int, ...]
     """All ids that end a text."""
     ids = [] if first is None else [first]
     for name in ("generation_config", "config"):
-        given = _entries(folder / f"{name}.json").get("eos_token_id")
+        given = entries(folder / f"{name}.json").get("eos_token_id")
         ids += given if isinstance(given, list) else [] if given is None else [given]
     return tuple(i for i in dict.fromkeys(ids) if 0 <= i < size)
 
@@ -650,21 +652,11 @@ def _template(folder: pathlib.Path) -> Template | None:
     if file.is_file():
         return Template(file.read_text(encoding="utf-8"), str(file))
     file = folder / "tokenizer_config.json"
-    found = _entries(file).get("chat_template")
+    found = entries(file).get("chat_template")
     if isinstance(found, list):
         by_name = {entry.get("name"): entry.get("template") for entry in found}
         found = by_name.get("default", next(iter(by_name.values()), None))
     return Template(found, str(file)) if isinstance(found, str) else None
-
-
-def _entries(file: pathlib.Path) -> dict[str, Any]:
-    """A JSON object; nothing where there is no file."""
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} holds no JSON object: {error}") from None
 
 
 # Chat templates.

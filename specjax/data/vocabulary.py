@@ -63,6 +63,10 @@ class Base(abc.ABC):
         """Ids of a text as a model reads it: an encoder's ends with EOS, a prompt goes on."""
         return [*self.encode(text), self.eos_id]
 
+    def shorten(self, ids: np.ndarray, length: int) -> np.ndarray:
+        """What of an input's ids is read where there are too many: see `keep_eos`."""
+        return keep_eos(ids, length)
+
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text up to the first EOS."""
@@ -207,6 +211,11 @@ class Bytes(Base):
         return kept.decode(errors="ignore")
 
 
+def keep_eos(ids: np.ndarray, length: int) -> np.ndarray:
+    """The first ``length`` ids, the last of which is the EOS of all of them."""
+    return ids if len(ids) <= length else np.append(ids[: length - 1], ids[-1])
+
+
 def of_folder(path: str | os.PathLike[str]) -> Base:
     """The vocabulary that a Hugging Face folder describes.
 
@@ -221,7 +230,7 @@ def of_folder(path: str | os.PathLike[str]) -> Base:
     """
     folder = pathlib.Path(path).expanduser()
     config, tokenizer = (
-        _entries(folder / f"{name}.json") for name in ("config", "tokenizer_config")
+        entries(folder / f"{name}.json") for name in ("config", "tokenizer_config")
     )
     kind = tokenizer.get("tokenizer_class") or config.get("tokenizer_class") or ""
     extra_ids = tokenizer.get("extra_ids")
@@ -277,7 +286,7 @@ def _add_sentinels(
     return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
 
 
-def _entries(file: pathlib.Path) -> dict:
+def entries(file: pathlib.Path) -> dict:
     """A JSON object; nothing where there is no file."""
     if not file.is_file():
         return {}

@@ -25,7 +25,6 @@ from specjax.decode.verify import SpeculativeSampling
 from specjax.infer import system
 from specjax.infer.outputs import Outputs
 from specjax.infer.system import Checkpoint, System
-from specjax.models.causal import Causal
 from specjax.partitioning import hosts
 from specjax.partitioning.rules import Partitioner
 
@@ -193,8 +192,8 @@ def _examples(source: Source, loaded: System, settings: Settings) -> list[Exampl
     found = source.read(loaded.vocabulary)
     if not found:
         raise ValueError(f"{source.name} has no examples")
-    goes_on = isinstance(loaded.target, Causal)
-    return sources.cut(found, settings.input_length, settings.truncate, goes_on)
+    shorten = loaded.vocabulary.shorten
+    return sources.cut(found, settings.input_length, settings.truncate, shorten)
 
 
 def _describe(source, loaded, examples, how: dict, settings: Settings) -> dict:

@@ -5,16 +5,14 @@ import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from specjax import checkpoints, pretrained
+from specjax import pretrained
 from specjax.data import vocabulary as vocabularies
 from specjax.decode import devices
 from specjax.decode.interfaces import Drafter, Params
 from specjax.drafters import ngram
-from specjax.models import families
 from specjax.models.families import Network
 from specjax.partitioning.rules import Partitioner
 from specjax.training import batches
@@ -55,17 +53,14 @@ class Checkpoint:
           ValueError: there is no such checkpoint, it does not fit the model, or the mesh does not
             divide a target's heads.
         """
-        model, path = self.model, pretrained.locate(self.path)
-        if model is None:
-            found = checkpoints.infer_config(path)
-            model = families.of(dataclasses.replace(found, dtype=self.dtype))
-        if partitioner is not None and target and not self.whole:
+        path = pretrained.locate(self.path)
+        model = pretrained.described(path, self.dtype) if self.model is None else self.model
+        if partitioner is None:
+            return model, pretrained.weights(path, model)
+        if target and not self.whole:
             partitioner.check_heads(model)
-        places = None if partitioner is None else partitioner.params(model, self.whole)
-        params = checkpoints.load_any(path, model, model.config.dtype, places)[1]
-        if partitioner is not None:
-            return model, params
-        return model, model.tile(params) if jax.default_backend() == "cpu" else params
+        places = partitioner.params(model, self.whole)
+        return model, pretrained.weights(path, model, places)
 
     def vocabulary(self) -> vocabularies.Base | None:
         """The vocabulary, or None where nothing is said and nothing lies beside the checkpoint."""

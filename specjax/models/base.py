@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Base(abc.ABC):
         return self.config.vocab_size
 
     @property
-    def unrolled(self) -> Self:
+    def unrolled(self) -> Any:
         """The same model with unrolled layers, which is how checkpoints of others name them."""
         return type(self)(dataclasses.replace(self.config, scan_layers=False))
 

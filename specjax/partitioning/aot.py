@@ -547,8 +547,7 @@ def tables(found: Compiled) -> list[tuple[str, list[str], list[list[str]]]]:
             p.name,
             f"{p.compile_seconds:.0f}",
             *(f"{x / gib:.2f}" for x in (p.arguments, p.temporaries, p.peak)),
-            ", ".join(f"{n} {k} ({b / 1e6:.2f} MB)" for k, (n, b) in p.collectives.items())
-            or "none",
+            moved(p.collectives),
             str(p.scatters),
             str(p.cache_copies),
             str(p.host_operations),
@@ -573,6 +572,12 @@ def tables(found: Compiled) -> list[tuple[str, list[str], list[list[str]]]]:
         ("programs, per chip", columns, programs),
         ("steps, per chip", ["step", "GFLOP", "GB", "collectives MB", "roofline ms"], steps),
     ]
+
+
+def moved(collectives: Mapping[str, tuple[int, int]]) -> str:
+    """What moves between chips, in words."""
+    parts = [f"{n} {kind} ({size / 1e6:.2f} MB)" for kind, (n, size) in collectives.items()]
+    return ", ".join(parts) or "none"
 
 
 def show(found: Compiled) -> None:

@@ -198,11 +198,13 @@ def turns(hlo_text: str) -> dict[str, int]:
 def _turns(inside: dict[str, list[Instruction]], callees: list[str]) -> int:
     """Turns of a counted loop, as `lax.scan` makes it: its condition is that a counter from 0 is below
     a constant. 1 for any other loop."""
-    for compare in (i for name in callees for i in inside.get(name, []) if i.opcode == "compare"):
-        limit = re.search(r"%[^,]+, %([^)]+)\).*direction=LT", compare.rest)
-        for i in inside[compare.computation] if limit and compare.type.startswith("pred[]") else []:
-            if i.name == limit[1] and i.opcode == "constant" and i.type.startswith("s32[]"):
-                return max(1, int(i.rest.partition(")")[0]))
+    everything = [i for name in callees for i in inside.get(name, [])]
+    scalars = [i for i in everything if i.opcode == "constant" and i.type.startswith("s32[]")]
+    limits = {(i.computation, i.name): int(i.rest.partition(")")[0]) for i in scalars}
+    for i in everything:
+        below = i.opcode == "compare" and re.search(r"%[^,]+, %([^)]+)\).*direction=LT", i.rest)
+        if below and (i.computation, below[1]) in limits:
+            return max(1, limits[i.computation, below[1]])
     return 1
 
 

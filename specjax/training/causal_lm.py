@@ -5,13 +5,13 @@ import functools
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from specjax import pretrained
+from specjax import checkpoints, pretrained
+from specjax.decode import devices
 from specjax.models.families import Network
-from specjax.training import losses
+from specjax.training import distill, losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,16 +137,12 @@ def from_target(
     Raises:
       ValueError: the draft is wider, has other pieces, or is not tied.
     """
-    theirs = pretrained.load(target)
-    ours, wide = model.config, theirs.params["embed_tokens"]["weight"]
+    params = model.init(jax.random.key(seed))
+    _, known = checkpoints.load_any(pretrained.locate(target))
+    ours, wide = model.config, known["embed_tokens"]["weight"]
     if ours.vocab_size != wide.shape[0] or ours.emb_dim > wide.shape[1]:
         raise ValueError("the draft must have the target's pieces, and not be wider than it")
     if not ours.tie_embeddings:
         raise ValueError("only a tied embedding can begin as the target's")
-    params = model.init(jax.random.key(seed))
-    table = np.asarray(wide, np.float64)
-    _, vectors = np.linalg.eigh(table.T @ table)  # rising: the strongest are last
-    reduced = table @ vectors[:, ::-1][:, : ours.emb_dim]
-    reduced *= 0.02 / np.sqrt(np.mean(np.square(reduced)))
-    params["embed_tokens"]["weight"] = jnp.asarray(reduced, jnp.float32)
-    return params if shardings is None else jax.device_put(params, shardings)
+    params["embed_tokens"]["weight"] = distill.reduced(wide, params["embed_tokens"]["weight"])
+    return params if shardings is None else devices.put(params, shardings)

@@ -83,13 +83,14 @@ def from_teacher(
         raise ValueError("tied embeddings have no output layer to reduce")
     params, known = model.init(jax.random.key(seed)), load_target(teacher, path)
     pieces, output = params["token_embedder"], params["decoder"]["logits_dense"]
-    pieces["embedding"] = _reduced(known["token_embedder"]["embedding"], pieces["embedding"])
-    output["weight"] = _reduced(known["decoder"]["logits_dense"]["weight"], output["weight"])
+    pieces["embedding"] = reduced(known["token_embedder"]["embedding"], pieces["embedding"])
+    output["weight"] = reduced(known["decoder"]["logits_dense"]["weight"], output["weight"])
     return params if shardings is None else devices.put(params, shardings)
 
 
-def _reduced(wide: Array, narrow: Array) -> Array:
-    """The best ``[V, d]`` for the inner products of ``wide``'s rows, scaled as ``narrow`` is."""
+def reduced(wide: Array, narrow: Array) -> Array:
+    """The best ``[V, d]`` for the inner products of ``wide``'s rows, scaled as ``narrow`` is: pieces that
+    a target takes for alike stay alike."""
     left, strength, _ = np.linalg.svd(np.asarray(wide, np.float64), full_matrices=False)
     rows = left[:, : narrow.shape[1]] * strength[: narrow.shape[1]]
     rows *= np.sqrt(np.mean(np.square(narrow)) / np.mean(np.square(rows)))
