@@ -202,6 +202,8 @@ def _unspeakable(model: Llama | Opt) -> str | None:
     c = model.config
     if isinstance(model, Opt):
         return None if c.norm_eps == 1e-5 else f"OPT with norm_eps {c.norm_eps}, only with 1e-05"
+    if c.draft_vocab is not None:
+        return "Llama that knows only some of the pieces"
     if c.out_bias and not c.qkv_bias:
         return "Llama with a bias on the output projection alone"
     if c.mlp_bias and c.qkv_bias and not c.out_bias:

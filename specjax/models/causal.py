@@ -17,6 +17,7 @@ from specjax.models import cache as caches
 from specjax.models import layers, stack
 from specjax.models.base import Base
 from specjax.models.cache import Cache
+from specjax.models.draft_vocab import DraftVocab
 
 # Attention of one layer: (query, key, value) to (what it read, the keys and values to keep).
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -72,8 +73,18 @@ class Causal(Base):
         """What the output layer reads: the last layer's output, normed."""
 
     @abc.abstractmethod
+    def known_logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M K"]:
+        """Logits, float32 at least, of the pieces that the model knows: all V of most models."""
+
+    @property
+    def draft_vocab(self) -> DraftVocab | None:
+        """The pieces that a draft knows, where these are not all."""
+        return getattr(self.config, "draft_vocab", None)
+
     def logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M V"]:
-        """Logits, float32 at least."""
+        """Logits of all pieces."""
+        known = self.known_logits(params, x)
+        return known if self.draft_vocab is None else self.draft_vocab.whole(known)
 
     # Decoding.
 
@@ -137,8 +148,8 @@ class Causal(Base):
 
     def forward(
         self, params: PyTree, tokens: Int[Array, "B T"], remat_policy: str = "none"
-    ) -> Float[Array, "B T V"]:
-        """Logits after every token of right-padded texts."""
+    ) -> Float[Array, "B T K"]:
+        """Logits of the known pieces after every token of right-padded texts."""
         batch, width = tokens.shape
         steps = jnp.arange(width, dtype=jnp.int32)
         bias = layers.mask_bias(steps[None] <= steps[:, None])[None, None]
@@ -149,7 +160,7 @@ class Causal(Base):
             return layers.attend_grouped(query, [(key, value, bias)]), None
 
         seen, _ = self._read(params, tokens, places, attend, remat_policy)
-        return layers.rows_apart(self.logits(params, self.finish(params, seen["last"])))
+        return layers.rows_apart(self.known_logits(params, self.finish(params, seen["last"])))
 
     def _read(
         self, params, tokens, places: Places, attend, remat_policy="none"

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from specjax.models import layers, stack
 from specjax.models.causal import Attend, Causal, Places, project
+from specjax.models.draft_vocab import DraftVocab
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -71,6 +72,8 @@ class LlamaConfig:
       max_positions: what the model was trained for; texts may be longer.
       bos_id, eos_id, pad_id: special ids; None for none.
       other_eos_ids: further ids that end a text (Llama 3 has three).
+      draft_vocab: a draft that knows only these of the ``vocab_size`` pieces; its tables have a row for
+        each (the embedding one more, for all others). None for all.
       scan_layers: see `specjax.models.stack`.
       dtype: activations and K/V. Logits are float32 at least.
     """
@@ -95,6 +98,7 @@ class LlamaConfig:
     eos_id: int = 2
     pad_id: int = 0
     other_eos_ids: tuple[int, ...] = ()
+    draft_vocab: DraftVocab | None = None
     scan_layers: bool = False
     dtype: str = "float32"
 
@@ -102,6 +106,12 @@ class LlamaConfig:
         object.__setattr__(self, "other_eos_ids", tuple(self.other_eos_ids))
         if isinstance(self.rope, dict):
             object.__setattr__(self, "rope", Rope(**self.rope))
+        if isinstance(self.draft_vocab, dict):
+            object.__setattr__(self, "draft_vocab", DraftVocab(**self.draft_vocab))
+        if self.draft_vocab is not None and self.draft_vocab.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab.vocab_size} pieces, the model has {self.vocab_size}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_kv_heads} key and value heads do not divide {self.num_heads} heads"
@@ -150,14 +160,18 @@ class Llama(Causal):
             },
         }
         out = stack.table(c.num_layers, layer, c.scan_layers)
-        out["embed_tokens"] = linear(c.vocab_size, "vocab", c.emb_dim, "embed", False)
+        said = c.vocab_size if c.draft_vocab is None else len(c.draft_vocab)
+        read = said + (c.draft_vocab is not None)
+        out["embed_tokens"] = linear(read, "vocab", c.emb_dim, "embed", False)
         out["norm"] = norm()
         if not c.tie_embeddings:
-            out["lm_head"] = linear(c.vocab_size, "vocab", c.emb_dim, "embed", False)
+            out["lm_head"] = linear(said, "vocab", c.emb_dim, "embed", False)
         return out
 
     def embed(self, params: PyTree, tokens: Int[Array, "B M"], places: Places) -> Array:
         del places
+        if self.config.draft_vocab is not None:
+            tokens = jnp.asarray(self.config.draft_vocab.own)[tokens]
         return params["embed_tokens"]["weight"].astype(self.config.dtype)[tokens]
 
     def shared(self, places: Places) -> tuple[Array, Array]:
@@ -183,7 +197,12 @@ class Llama(Causal):
     def finish(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M d"]:
         return layers.rms_norm(x, params["norm"]["weight"], self.config.norm_eps)
 
-    def logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M V"]:
+    def output(self, params: PyTree) -> Float[Array, "..."]:
+        weight = super().output(params)
+        tied = self.config.draft_vocab is not None and "lm_head" not in params
+        return weight[:-1] if tied else weight  # the last row is of the pieces that it cannot say
+
+    def known_logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M K"]:
         return layers.linear(x, self.output(params), np.promote_types(x.dtype, np.float32))
 
 

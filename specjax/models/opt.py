@@ -159,7 +159,7 @@ class Opt(Causal):
             return x
         return _norm(params["final_layer_norm"], x, self.config.norm_eps)
 
-    def logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M V"]:
+    def known_logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M K"]:
         if "project_out" in params:
             x = project(params["project_out"], x)
         return layers.linear(x, self.output(params), np.promote_types(x.dtype, np.float32))

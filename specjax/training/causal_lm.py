@@ -5,6 +5,7 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
@@ -40,6 +41,11 @@ class CausalLm:
         tokens, weights = batch["tokens"], batch["weights"]
         logits = self.model.forward(params, tokens[:, :-1], self.remat_policy)
         targets = tokens[:, 1:]
+        if known := self.model.draft_vocab:
+            targets = jnp.asarray(known.own)[targets]
+            # Of what it cannot say it learns nothing, as EAGLE-3's heads (2503.01840).
+            weights = jnp.where(targets < len(known), weights, 0.0)
+            targets = jnp.minimum(targets, len(known) - 1)
         return {
             "loss": losses.cross_entropy(logits, targets, weights),
             "accuracy": losses.correct(logits, targets, weights),
@@ -140,7 +146,12 @@ def from_target(
     params = model.init(jax.random.key(seed))
     _, known = checkpoints.load_any(pretrained.locate(target))
     ours, wide = model.config, known["embed_tokens"]["weight"]
-    if ours.vocab_size != wide.shape[0] or ours.emb_dim > wide.shape[1]:
+    pieces = wide.shape[0]
+    if vocab := model.draft_vocab:
+        others = jnp.asarray(np.setdiff1d(np.arange(pieces), vocab.ids))
+        other = wide[others].mean(0, keepdims=True)
+        wide = jnp.concatenate([wide[jnp.asarray(vocab.ids)], other])
+    if ours.vocab_size != pieces or ours.emb_dim > wide.shape[1]:
         raise ValueError("the draft must have the target's pieces, and not be wider than it")
     if not ours.tie_embeddings:
         raise ValueError("only a tied embedding can begin as the target's")
