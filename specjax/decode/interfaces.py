@@ -130,6 +130,8 @@ class TokenTree:
       q_row: int32 ``[B, N]``: the node's row of ``log_q``; -1 if it was chosen deterministically.
       depth: the deepest path, P (static).
       replace: whether siblings were drawn with replacement (static).
+      chain: whether every node is the child of the one before (static), which is cheaper to read and
+        to judge.
     """
 
     tokens: Int[Array, "B N"]
@@ -140,6 +142,7 @@ class TokenTree:
     q_row: Int[Array, "B N"]
     depth: int = struct.field(pytree_node=False)
     replace: bool = struct.field(pytree_node=False, default=True)
+    chain: bool = struct.field(pytree_node=False, default=False)
 
 
 class Verdict(NamedTuple):

@@ -130,10 +130,11 @@ def _on_path(path: Int[Array, "B P"], accepted: Int[Array, "B"], nodes: int) -> 
 
 def _overlap(tree: TokenTree, log_p: Array, tested: Array) -> Float[Array, "B"]:
     """Sum over tested nodes of sum_x min(p, q) = 1 - TV(p, q); 2211.17192, corollary 3.6."""
-    parents = jnp.take_along_axis(log_p, (tree.parent + 1)[..., None], axis=1)
-    fixed = jnp.exp(jnp.take_along_axis(parents, tree.tokens[..., None], axis=-1)[..., 0])
+    batch = jnp.arange(log_p.shape[0], dtype=jnp.int32)[:, None]
+    fixed = jnp.exp(log_p[batch, tree.parent + 1, tree.tokens])
     beta = fixed
     if tree.log_q is not None:
+        parents = jnp.take_along_axis(log_p, (tree.parent + 1)[..., None], axis=1)
         rows = jnp.clip(tree.q_row, 0)[..., None]
         log_q = jnp.take_along_axis(tree.log_q.astype(log_p.dtype), rows, axis=1)
         beta = jnp.where(tree.q_row < 0, fixed, jnp.exp(jnp.minimum(parents, log_q)).sum(-1))

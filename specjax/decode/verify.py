@@ -1,6 +1,7 @@
-"""Acceptance rules for chains.
+"""Acceptance rules.
 
-``walk`` is the rule as a pure function of the uniforms: exact tests enumerate it.
+``walk`` is the rule as a pure function of the uniforms: exact tests enumerate it. Chains are judged here,
+all nodes at once; how a tree is walked is in `multi_step`.
 
 References:
   Leviathan et al. 2023 (2211.17192), algorithm 1; Chen et al. 2023 (2302.01318), algorithm 2;
@@ -16,8 +17,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.decode import sampling, tree
+from specjax.decode import multi_step, sampling
 from specjax.decode.interfaces import TokenTree, Verdict
+from specjax.decode.residual import log_excess, log_residual, row_of
 
 # What a row's key of the round is folded with; different uses never share a key.
 DRAFT, ACCEPT, NEXT = 0, 1, 2
@@ -27,6 +29,7 @@ DRAFT, ACCEPT, NEXT = 0, 1, 2
 class SpeculativeSampling:
     """Accept a token drawn from q with probability min(1, p/q); else draw from norm((p - q)+).
 
+    In a tree that residual is what the next sibling is tried against (multi-step speculative sampling).
     Lossless at every temperature; greedy rows are the special case of one-hot p and q, and
     deterministic nodes (``q_row`` -1) that of a one-hot q.
     """
@@ -36,7 +39,10 @@ class SpeculativeSampling:
     def walk(
         self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
     ) -> Verdict:
-        """Algorithm 1 of 2211.17192, vectorised over a chain; ``next_token`` is left at 0."""
+        """Algorithm 1 of 2211.17192 over a chain, 2 of 2305.09781 over a tree; no ``next_token`` yet."""
+        if not tree_.chain:
+            walk = multi_step.chosen if tree_.log_q is None else multi_step.drawn
+            return walk(tree_, log_p, u)
         return _walk_by_ratio(tree_, log_p, u, _log_ratio(tree_, log_p))
 
     def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
@@ -141,11 +147,77 @@ class GreedyMatch:
         self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
     ) -> Verdict:
         del u
+        if not tree_.chain:
+            return multi_step.matching(tree_, log_p)
         best = log_p.argmax(-1).astype(jnp.int32)
         take = (tree_.tokens == best[:, :-1]) & tree_.judged & tree_.valid
         verdict = _walk_chain(tree_, jnp.where(take, 0.0, -jnp.inf).astype(log_p.dtype), take)
         next_token = jnp.take_along_axis(best, verdict.accepted[:, None], axis=1)[:, 0]
-        return verdict._replace(next_token=next_token, log_next=_row(log_p, verdict.accepted))
+        return verdict._replace(next_token=next_token, log_next=row_of(log_p, verdict.accepted))
+
+    def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
+        del keys
+        return self.walk(tree_, log_p, jnp.zeros(tree_.tokens.shape, log_p.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class NaiveSampling:
+    """Draw the next token from p; where a child says the same, go there, else it is the next token.
+
+    Lossless whatever the children are, since it does not ask how they were drawn. What speculative
+    sampling gains over it is what knowing q is worth: SpecInfer's ablation.
+
+    References:
+      Miao et al. 2024 (2305.09781), section 4.3 and table 3 ("naive sampling").
+    """
+
+    lossless = True
+
+    def walk(
+        self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
+    ) -> Verdict:
+        """Child by child: the draw is this one, given that it is none of the earlier ones."""
+        return multi_step.chosen(tree_, log_p, u)
+
+    def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
+        return _judge(self, tree_, log_p, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class TypicalAcceptance:
+    """Lossy: accept every token that is not untypical, p(x) > min(epsilon, delta exp(-H(p))).
+
+    H is the entropy of the target's law there, in nats. The longest such path is taken, and the target's
+    first maximum behind it. Neither is the output the target's at a temperature, nor is it greedy; only
+    greedy rows, whose laws have all mass on one token, come out as they are.
+
+    Attributes:
+      epsilon: what any token needs at most.
+      delta: of a law's typical probability exp(-H).
+
+    References:
+      Cai et al. 2024 (2401.10774), section 2.3.1; epsilon .09 and delta .3 are the released code's,
+      where delta is sqrt(epsilon).
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    lossless = False
+
+    def __post_init__(self):
+        if not 0 < self.epsilon < 1 or not self.delta > 0:
+            raise ValueError(
+                f"epsilon must lie in (0, 1) and delta above 0, got {self.epsilon}, {self.delta}"
+            )
+
+    def walk(
+        self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
+    ) -> Verdict:
+        del u
+        entropy = -jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0).sum(-1)
+        threshold = jnp.minimum(math.log(self.epsilon), math.log(self.delta) - entropy)
+        return multi_step.typical(tree_, log_p, threshold)
 
     def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
         del keys
@@ -227,8 +299,8 @@ def _walk_by_ratio(
 
 def _walk_chain(tree_: TokenTree, log_accept: Array, take: Array) -> Verdict:
     """The accepted prefix of a chain, given each node's own trial."""
-    if not tree.is_chain(tree_.parent, tree_.depth):
-        raise ValueError("this verifier judges chains; the tree has branches")
+    if not tree_.chain:
+        raise ValueError("this verifier judges chains only, and was given a tree")
     run = jnp.cumprod(take, axis=1, dtype=jnp.int32)
     accepted = run.sum(1, dtype=jnp.int32)
     index = jnp.arange(take.shape[1], dtype=jnp.int32)[None]
@@ -244,7 +316,7 @@ def _log_next(
 
     ``log_scale`` multiplies p in the residual (block verification).
     """
-    log_target = _row(log_p, verdict.accepted)
+    log_target = row_of(log_p, verdict.accepted)
     refused = verdict.tested.sum(1, dtype=jnp.int32) > verdict.accepted
     log_q = _log_q(tree_, log_p, jnp.minimum(verdict.accepted, tree_.tokens.shape[1] - 1))
     scaled = log_target if log_scale is None else log_target + log_scale
@@ -260,29 +332,5 @@ def _log_q(tree_: TokenTree, log_p: Array, node: Int[Array, "B"] | int) -> Float
     chosen = jnp.where(ids == token, 0.0, -jnp.inf).astype(log_p.dtype)
     if tree_.log_q is None:
         return chosen
-    log_q = _row(tree_.log_q.astype(log_p.dtype), jnp.clip(row[:, 0], 0))
+    log_q = row_of(tree_.log_q.astype(log_p.dtype), jnp.clip(row[:, 0], 0))
     return jnp.where(row < 0, chosen, log_q)
-
-
-def log_residual(log_p: Float[Array, "B V"], log_q: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """log norm((p - q)+), or log p where that is zero everywhere (p = q up to rounding).
-
-    ``log p + log(1 - q/p)`` by ``expm1`` keeps the digits that ``log(p - q)`` in the probability
-    domain loses, and those that ``log1p(-exp(log q - log p))`` loses where p and q almost agree.
-    """
-    excess = log_excess(log_p, log_q)
-    total = jax.nn.logsumexp(excess, axis=-1, keepdims=True)
-    some = total > -jnp.inf
-    return jnp.where(some, excess - jnp.where(some, total, 0.0), log_p)
-
-
-def log_excess(
-    log_p: Float[Array, "*rows V"], log_q: Float[Array, "*rows V"]
-) -> Float[Array, "*rows V"]:
-    """log (p - q)+; -inf where q is no smaller."""
-    # Where log_p > log_q their gap is negative, perhaps -inf; elsewhere it may be NaN, and is not used.
-    return jnp.where(log_p > log_q, log_p + jnp.log(-jnp.expm1(log_q - log_p)), -jnp.inf)
-
-
-def _row(x: Float[Array, "B M V"], index: Array) -> Float[Array, "B V"]:
-    return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="clip")[:, 0]

@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax.decode import stopping, tree
 from specjax.decode import verify as rules
+from specjax.decode.residual import row_of
 from specjax.decode.verify import SpeculativeSampling
 
 # Base cases: target p, draft q.
@@ -50,7 +51,7 @@ class Mutant:
         row = lambda y: jnp.take_along_axis(y, node, axis=1)  # noqa: E731
         law = self.after(row(p[:, :-1]), row(q), jnp.take_along_axis(x, node[:, 0], 1))
         refused = (verdict.tested.sum(1, dtype=jnp.int32) > verdict.accepted)[:, None]
-        bonus = rules._row(log_p, verdict.accepted)
+        bonus = row_of(log_p, verdict.accepted)
         return verdict._replace(log_next=jnp.where(refused, jnp.log(law)[:, 0], bonus))
 
 

@@ -86,12 +86,13 @@ def test_degenerate_trees():
     assert tree.depths(branching((-1,), depth=1).parent, 1)[0].tolist() == [0, 1]
 
 
-def test_a_chain_by_shape_has_the_mask_of_the_general_path():
+def test_a_chain_has_the_mask_of_the_general_path():
     """Invariant 8: the constant for chains equals what walking up gives."""
-    parents = (-1, 0, 1, 2)
-    chain = branching(parents, depth=4)
-    assert tree.is_chain(chain.parent, chain.depth)
-    np.testing.assert_array_equal(tree.ancestors(chain.parent, 4)[0], naive_ancestors(parents))
+    tokens = jnp.ones((2, 4), jnp.int32)
+    chain = tree.chain(tokens, tokens > 0, None)
+    assert chain.chain
+    np.testing.assert_array_equal(tree.seen(chain), tree.ancestors(chain.parent, 4))
+    np.testing.assert_array_equal(tree.seen(chain)[0], naive_ancestors((-1, 0, 1, 2)))
 
 
 def test_limit_invalidates_what_lies_beyond_the_length():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.decode import residual as residuals
 from specjax.decode import sampling, tree, verify
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import GreedyMatch, SpeculativeSampling
@@ -27,7 +28,7 @@ def walk(tree_, log_p, u):
     return PRODUCTION.walk(tree_, log_p, u)
 
 
-residual = jax.jit(verify.log_residual)
+residual = jax.jit(residuals.log_residual)
 law = jax.jit(sampling.log_law)
 
 
@@ -175,10 +176,10 @@ def test_an_invalid_node_leaves_the_bonus_law_alone():
 
 def test_chain_rules_refuse_branches():
     """B2: a rule for chains that meets a tree says so."""
-    branching = tree.chain(jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool), None)
-    branching = tree._swap(branching, parent=jnp.asarray([[-1, -1]], jnp.int32), depth=1)
-    for rule in (SpeculativeSampling(), GreedyMatch()):
-        with pytest.raises(ValueError, match="branches"):
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    branching = tree.Template(((0,), (1,))).chosen(tokens, tokens == 0)
+    for rule in (verify.BlockVerification(), verify.LenientSampling(0.5)):
+        with pytest.raises(ValueError, match="judges chains only"):
             rule.walk(branching, one_hots(5, 6, 7), jnp.zeros((1, 2)))
 
 
