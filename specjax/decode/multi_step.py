@@ -168,5 +168,6 @@ def _proposal(tree_: TokenTree, i: Int[Array, ""], log_p: Array) -> Float[Array,
         index = jnp.arange(tree_.tokens.shape[1], dtype=jnp.int32)[None]
         alike = (tree_.parent == tree_.parent[:, i, None]) & (tree_.q_row == row[:, None])
         earlier = alike & tree_.judged & (index < i)
-        log_q = normed_or(_without(log_q, tree_.tokens, earlier), jnp.full_like(log_q, -jnp.inf))
+        rest = normed_or(_without(log_q, tree_.tokens, earlier), jnp.full_like(log_q, -jnp.inf))
+        log_q = jnp.where(earlier.any(1, keepdims=True), rest, log_q)  # a first draw's to the bit
     return jnp.where(row[:, None] < 0, one_hot, log_q)

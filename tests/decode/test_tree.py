@@ -1,5 +1,6 @@
 """Token trees: chains, and the general path that branching trees take."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -108,3 +109,132 @@ def test_limit_revives_nothing():
     """Invariant 6: what a drafter left invalid stays so."""
     nothing = tree.chain(jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 2), bool), None)
     assert not tree.limit(nothing, jnp.asarray([9], jnp.int32)).valid.any()
+
+
+# Templates.
+
+
+def test_a_template_orders_its_paths_and_knows_its_shape():
+    """Levels stand together, siblings in the order of their ranks."""
+    shape = tree.Template(((0, 0), (1,), (0,), (1, 0), (0, 1), (0, 1, 0)))
+    assert shape.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0))
+    assert shape.parents.tolist() == [-1, -1, 0, 0, 1, 3]
+    assert shape.levels.tolist() == [1, 1, 2, 2, 2, 3] and shape.ranks.tolist() == [
+        0,
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]
+    assert (shape.nodes, shape.depth) == (6, 3)
+
+
+def test_widths_give_every_node_as_many_children():
+    """3, 5, 7 children are 3 + 15 + 105 = 123 nodes, Medusa's Cartesian tree."""
+    shape = tree.Template.of_widths(3, 5, 7)
+    assert shape.nodes == 123 and (shape.levels == 3).sum() == 105
+    assert tree.Template.of_widths(2, 1).parents.tolist() == [-1, -1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "paths, match",
+    [
+        ((), "at least one path"),
+        (((),), "none of length 0"),
+        (((0,), (0,)), r"path \(0,\) is there twice"),
+        (((-1,),), "negative rank"),
+        (((0,), (0, 1)), r"path \(0, 1\) needs path \(0, 0\)"),
+        (((0, 0),), r"path \(0, 0\) needs path \(0,\)"),
+    ],
+)
+def test_lists_that_are_no_tree_are_refused(paths, match):
+    with pytest.raises(ValueError, match=match):
+        tree.Template(paths)
+
+
+def test_what_hangs_below_an_invalid_node_is_invalid():
+    shape = tree.Template(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+    valid = jnp.asarray([[False, True, True, True, True]])
+    made = shape.chosen(jnp.ones((1, 5), jnp.int32), valid)
+    assert made.valid[0].tolist() == [False, True, False, True, False]
+    assert made.log_q is None and not made.chain
+
+
+# Merging.
+
+
+def naive_merge(sequences, weights, budget, by_prefix):
+    """{prefix: weight} of the nodes that are kept, in their order."""
+    order = sorted(range(len(weights)), key=lambda m: -weights[m])
+    weight, found = {}, []
+    for m in order:
+        for end in range(1, len(sequences[m]) + 1):
+            prefix = tuple(sequences[m][:end])
+            if -1 in prefix:
+                break
+            found += [] if prefix in weight else [prefix]
+            weight[prefix] = weight.get(prefix, 0) + weights[m]
+    if by_prefix:
+        first = {prefix: order_of for order_of, prefix in enumerate(found)}
+        found.sort(key=lambda prefix: (-weight[prefix], len(prefix), first[prefix]))
+    return found[:budget]
+
+
+def prefixes(made, row):
+    """Every valid node's path as tokens, in the order of the nodes."""
+    out = []
+    for node in np.flatnonzero(made.valid[row]):
+        parent = int(made.parent[row, node])
+        above = () if parent < 0 else out[parent]
+        out.append((*above, int(made.tokens[row, node])))
+    return out
+
+
+merge = jax.jit(tree.merge, static_argnums=2, static_argnames="by_prefix")
+
+
+@pytest.mark.parametrize("by_prefix", [False, True])
+@pytest.mark.parametrize("budget", [1, 4, 9, 40])
+def test_merged_sequences_are_the_prefix_tree_of_the_heaviest(budget, by_prefix):
+    """C: no prefix twice, parents before children, the heaviest within the budget, ties stable."""
+    rng = np.random.default_rng(budget)
+    sequences = rng.integers(-1, 3, (6, 5, 4))
+    weights = rng.integers(0, 4, (6, 5)).astype(np.float32)
+    args = jnp.asarray(sequences, jnp.int32), jnp.asarray(weights), budget
+    made = merge(*args, by_prefix=by_prefix)
+    assert made.tokens.shape == (6, budget) and made.depth == min(4, budget)
+    assert (made.parent < jnp.arange(budget)[None]).all()
+    for row in range(6):
+        expected = naive_merge(sequences[row].tolist(), weights[row].tolist(), budget, by_prefix)
+        assert prefixes(made, row) == expected
+        assert made.valid[row].tolist() == [i < len(expected) for i in range(budget)]
+
+
+def test_equal_sequences_are_one_and_nothing_is_none():
+    """C: duplicates fold; -1 from the start is no sequence, and then there is no valid node."""
+    rows = jnp.asarray([[[5, 6], [5, 6], [5, 7]], [[-1, 5], [-1, -1], [-1, -1]]], jnp.int32)
+    made = merge(rows, jnp.ones((2, 3)), 4)
+    assert prefixes(made, 0) == [(5,), (5, 6), (5, 7)] and prefixes(made, 1) == []
+
+
+def test_token_zero_is_a_token():
+    """Invariant 9: padding is -1, never an id."""
+    made = merge(jnp.asarray([[[0, 0, -1]]], jnp.int32), jnp.ones((1, 1)), 3)
+    assert prefixes(made, 0) == [(0,), (0, 0)]
+
+
+def test_pruning_keeps_the_best_nodes_in_their_order():
+    """The highest scores, earlier nodes of equal ones; parents are found again."""
+    shape = tree.Template(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))
+    made = shape.chosen(jnp.asarray([[5, 6, 7, 8, 9, 10]], jnp.int32), jnp.ones((1, 6), bool))
+    score = jnp.asarray([[0.3, 0.7, 0.1, 0.5, 0.3, 0.4]])
+    kept = tree.prune(made, score, 4)
+    assert kept.tokens[0].tolist() == [5, 6, 8, 10] and kept.parent[0].tolist() == [-1, -1, 1, 2]
+    assert prefixes(kept, 0) == [(5,), (6,), (6, 8), (6, 8, 10)]
+
+
+def test_drawn_trees_are_not_pruned():
+    drawn = tree._swap(branching(), log_q=jnp.zeros((1, 1, 3)))
+    with pytest.raises(ValueError, match="only deterministic trees"):
+        tree.prune(drawn, jnp.zeros((1, 5)), 2)
