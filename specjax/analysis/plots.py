@@ -80,7 +80,7 @@ def speedup_against_gamma(rows: Rows, path: str | Path) -> Figure:
         handles = _speedup_legend(rows, {_name(key, keys): colors[key] for key in keys})
         columns = len({row["temperature"] for row in rows})
         figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, 2))
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def acceptance_by_position(rows: Rows, path: str | Path) -> Figure:
@@ -121,7 +121,7 @@ def acceptance_by_position(rows: Rows, path: str | Path) -> Figure:
             for gamma, shade in zip(gammas, shades, strict=True)
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def trace(rounds: Rows, path: str | Path) -> Figure:
@@ -162,7 +162,7 @@ def trace(rounds: Rows, path: str | Path) -> Figure:
         axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= last])
         handles = [Patch(color=LANES[lane], label=lane) for lane in LANES if lane in sum(lanes, [])]
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def bandwidth(rows: Rows, path: str | Path) -> Figure:
@@ -194,7 +194,7 @@ def bandwidth(rows: Rows, path: str | Path) -> Figure:
         axes.set(xlabel="time per step (ms)", xlim=(0, 1.45 * max(step.max(), bound.max())))
         axes.invert_yaxis()
         figure.legend(loc="outside upper center", ncols=2)
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def training_curves(
@@ -227,7 +227,7 @@ def training_curves(
             axes.plot(steps, mean, color=color, linewidth=1.6, label=name)
         axes.set(xlabel="training step", ylabel="loss per token (nats)")
         axes.legend()
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def _having(rows: Rows, *keys: str) -> list[Mapping[str, Any]]:
@@ -383,7 +383,7 @@ def _cycle(count: int) -> list[str]:
     return [COLORS[i % len(COLORS)] for i in range(count)]
 
 
-def _save(figure: Figure, path: str | Path) -> Figure:
+def save(figure: Figure, path: str | Path) -> Figure:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return figure

@@ -8,6 +8,7 @@ hits all of them alike; figures are medians over repeats.
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,10 +39,11 @@ class Method:
 
     Attributes:
       name: as the report calls it.
-      gamma: drafted tokens per round, 0 for plain decoding.
+      gamma: the deepest path that is drafted in a round, 0 for plain decoding.
       drafter: None for plain decoding.
       verifier: acceptance rule.
       draft: which of the drafts it decodes with; by default the one of its own name.
+      setting: what tells it from others of its name; by default its gamma.
     """
 
     name: str
@@ -49,6 +51,17 @@ class Method:
     drafter: Drafter | None = None
     verifier: Verifier = SpeculativeSampling()
     draft: str | None = None
+    setting: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Its setting, as tables and pictures have it."""
+        return str(self.gamma) if self.setting is None else self.setting
+
+    @property
+    def nodes(self) -> int:
+        """Drafted tokens that the target reads in a round."""
+        return 0 if self.drafter is None else self.drafter.nodes
 
     def pick(self, params: Params) -> Params:
         """What it decodes with: ``params.draft`` holds every draft by name."""
@@ -56,6 +69,17 @@ class Method:
 
     def decoder(self, runner: "Runner", eos_id: int) -> Decoder:
         return Decoder(runner.model, runner.max_decode_len, self.drafter, self.verifier, eos_id)
+
+
+def told_apart(drafters: Sequence[Drafter]) -> list[tuple[str, Drafter]]:
+    """Drafters of one method with a label for each: the fields in which they differ."""
+    told = [dataclasses.asdict(drafter) for drafter in drafters]
+    differing = [k for k in told[0] if len({repr(fields.get(k)) for fields in told}) > 1]
+    label = lambda fields: " ".join(f"{k} {fields[k]}" for k in differing)  # noqa: E731
+    labels = [label(fields) if differing else "–" for fields in told]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"a method is given the same setting twice: {', '.join(labels)}")
+    return list(zip(labels, drafters, strict=True))
 
 
 class Run(NamedTuple):
@@ -278,9 +302,19 @@ def round_seconds(
     return {m: taken / count for m, taken in timing.interleaved(calls, repeats).items()}
 
 
-def free(method: Method, vocab_size: int) -> Method:
-    """The same block length with drafts that cost nothing."""
-    return Method("free", method.gamma, FreeDraft(method.gamma, vocab_size), method.verifier)
+def free(runner: Runner, method: Method, params: Params, prompt: Prompt) -> Method:
+    """The same shape of trees with drafts that cost nothing."""
+    decoder, own = method.decoder(runner, eos_id=-1), method.pick(params)
+    keys = loop.row_keys(jax.random.key(0), jnp.arange(prompt.length.shape[0], dtype=jnp.int32))
+
+    def propose(own, prompt, keys):
+        state = loop.start(decoder, own, prompt, keys)
+        sampling = Sampling(0.0).rows(prompt.length.shape[0])
+        return method.drafter.propose(own, state.drafter, state.text, sampling, keys)[0]
+
+    proposed = jax.eval_shape(propose, own, prompt, keys)
+    drafter = FreeDraft.like(proposed, runner.model.vocab_size)
+    return Method("free", method.gamma, drafter, method.verifier)
 
 
 class Costs(NamedTuple):
@@ -302,10 +336,11 @@ class Costs(NamedTuple):
     ) -> dict[Method, "Costs"]:
         """Costs of every method that drafts; the first method is plain decoding."""
         plain, *drafted = methods
-        size = runner.model.vocab_size
-        taken = round_seconds(runner, [*methods, *(free(m, size) for m in drafted)], params, prompt)
+        empty = {m: free(runner, m, params, prompt) for m in drafted}
+        alone = list(dict.fromkeys(empty.values()))  # several may have trees of one shape
+        taken = round_seconds(runner, [*methods, *alone], params, prompt)
         seconds = {method: samples.median for method, samples in taken.items()}
-        return {m: cls(seconds[plain], seconds[free(m, size)], seconds[m]) for m in drafted}
+        return {m: cls(seconds[plain], seconds[empty[m]], seconds[m]) for m in drafted}
 
     @property
     def draft_seconds(self) -> float:

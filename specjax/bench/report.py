@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specjax.analysis import plots
+from specjax.analysis import comparison, plots
 
 SCHEMA_VERSION = 1
 
@@ -23,6 +23,7 @@ COLUMNS = {
     "batch_size": "batch",
     "temperature": "T",
     "gamma": "γ",
+    "nodes": "nodes",
     "tokens_per_second": "tokens/s",
     "speedup": "speed-up",
     "speedup_quartiles": "quartiles",
@@ -121,11 +122,15 @@ def write(report: Report, folder: pathlib.Path) -> None:
 def draw(report: Report, folder: pathlib.Path) -> list[str]:
     """Draws the pictures that the rows allow; returns their file names."""
     speculative = [row for row in report.rows if row["gamma"]]
+    chains = [row for row in report.rows if row["setting"] == str(row["gamma"])]
     names = []
-    if speculative:
-        plots.speedup_against_gamma(report.rows, folder / "speedup.png")
-        plots.acceptance_by_position(speculative, folder / "acceptance.png")
+    if len(chains) > sum(not row["gamma"] for row in chains):
+        plots.speedup_against_gamma(chains, folder / "speedup.png")
+        plots.acceptance_by_position([r for r in chains if r["gamma"]], folder / "acceptance.png")
         names += ["speedup.png", "acceptance.png"]
+    if len({row["method"] for row in speculative}) > 1:
+        comparison.methods(speculative, folder / "methods.png")
+        names.append("methods.png")
     for task, rounds in report.traces.items():
         plots.trace(rounds, folder / f"trace-{task}.png")
         names.append(f"trace-{task}.png")
@@ -192,15 +197,17 @@ def cell(key: str, value) -> str:
 
 def columns_of(rows: list[dict], leave_out: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The table's columns; the method is named where there are several that draft."""
-    one = len({row["method"] for row in rows if row["gamma"]}) < 2
-    out = (*leave_out, "method") if one else leave_out
+    drafted = [row for row in rows if row["gamma"]]
+    out = leave_out if len({row["method"] for row in drafted}) > 1 else (*leave_out, "method")
+    if all(row["nodes"] == row["gamma"] for row in drafted):
+        out = (*out, "nodes")
     return tuple(key for key in COLUMNS if key not in out)
 
 
 def _cells(row: dict, columns: tuple[str, ...]) -> list[str]:
     values = [cell(key, row.get(key)) for key in columns]
     gamma = columns.index("gamma")
-    values[gamma] = f"{row['gamma']}{' *' if row['chosen'] else ''}" if row["gamma"] else "plain"
+    values[gamma] = f"{row['setting']}{' *' if row['chosen'] else ''}" if row["gamma"] else "plain"
     return values
 
 
@@ -213,8 +220,8 @@ def markdown(report: Report, content: dict, pictures: list[str]) -> str:
         f"{content['git_revision']}; {report.seconds:.0f} s.",
         "",
         "Speed-up: plain seconds per emitted token over the method's, end to end (prefill included), "
-        "same weights, interleaved; medians and quartiles over repeats. `*`: the γ chosen on the "
-        "calibration half; speed-ups, α and τ are of the other half: "
+        "same weights, interleaved; medians and quartiles over repeats. `*`: the γ, or setting, chosen on "
+        "the calibration half; speed-ups, α and τ are of the other half: "
         f"{report.settings.get('sentences', 0) // 2} sentences of each task with inputs of fewer than "
         f"{report.settings.get('input_length')} pieces, the first such in a fixed random order.",
         "",
@@ -231,7 +238,7 @@ def markdown(report: Report, content: dict, pictures: list[str]) -> str:
             lines += [
                 f"- input: {one['input']}",
                 f"  - plain: {one['plain']}",
-                f"  - speculative (γ = {one['gamma']}): {one['speculative']}",
+                f"  - speculative ({_how(one['method'], one['setting'])}): {one['speculative']}",
                 f"  - reference: {one['reference']}",
             ]
     lines += ["", *(f"![{name}]({name})" for name in pictures)]
@@ -279,6 +286,10 @@ def _profile_lines(profile: list[dict]) -> list[str]:
     ]
 
 
+def _how(method: str, setting: str) -> str:
+    return f"{method}, γ = {setting}" if setting.isdigit() else f"{method} {setting}".rstrip(" –")
+
+
 def _difference_lines(rows: list[dict]) -> list[str]:
     found = [(row, d) for row in rows for d in row["differences"]]
     compared = sum(r["sentences"] for r in rows if r["gamma"] and r["identical"] is not None)
@@ -287,8 +298,8 @@ def _difference_lines(rows: list[dict]) -> list[str]:
     if not found:
         return [f"All {compared} greedy outputs are identical to plain decoding's."]
     return ["Greedy outputs that differ:"] + [
-        f"- {row['task']}, batch {row['batch_size']}, γ = {row['gamma']}, sentence {d['row']}, token "
-        f"{d['position']}: {d['plain']} or {d['other']}, logits {d['gap']:.2e} apart"
+        f"- {row['task']}, batch {row['batch_size']}, {_how(row['method'], row['setting'])}, sentence "
+        f"{d['row']}, token {d['position']}: {d['plain']} or {d['other']}, logits {d['gap']:.2e} apart"
         + (" (near-tie)" if d["near_tie"] else " (NOT a near-tie)")
         for row, d in found
     ]

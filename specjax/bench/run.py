@@ -20,13 +20,13 @@ from specjax.bench.harness import Costs, Measured, Method, Runner, Workload
 from specjax.data.sources import Heldout, Source
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode import loop
-from specjax.decode.interfaces import Params, Prompt, Verifier
+from specjax.decode.interfaces import Drafter, Params, Prompt, Verifier
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import SpeculativeSampling
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import system
-from specjax.infer.system import Checkpoint
+from specjax.infer.system import Checkpoint, Counts
 from specjax.models.families import Network
 
 
@@ -43,6 +43,7 @@ class Settings:
       calibration_repeats: of the other half.
       input_length: longer inputs are left out (never cut).
       max_decode_len: tokens at most, EOS included.
+      only_chosen: report of every method only what was chosen on the other half.
       seed: of sampling.
     """
 
@@ -56,6 +57,7 @@ class Settings:
     calibration_repeats: int = 1
     input_length: int = 64
     max_decode_len: int = 128
+    only_chosen: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -83,9 +85,10 @@ def bench(
     settings: Settings = Settings(),
     output_dir: str = "runs/bench",
     target: Checkpoint | None = None,
-    drafts: Mapping[str, Checkpoint] | None = None,
+    drafts: Mapping[str, Checkpoint | Counts] | None = None,
     sources: Sequence[Source] = (),
     verifiers: Mapping[str, Verifier] | None = None,
+    methods: Mapping[str, Sequence[Drafter]] | None = None,
     profile_dir: str | None = None,
 ) -> report.Report:
     """Measures decoding with drafts against plain decoding.
@@ -96,10 +99,14 @@ def bench(
       settings: what is measured.
       output_dir: where the report goes.
       target: the shipped pair's where none is given.
-      drafts: by the name of the method in the report; the shipped pair's where no target is given.
+      drafts: what methods decode with, by their name in the report: a model, with which chains of all
+        gammas are drafted, or what ``methods`` of that name need. The shipped pair's draft where no
+        target is given.
       sources: what is decoded; the held-out samples of ``settings.tasks`` by default.
       verifiers: further lossless acceptance rules by name; every draft is measured with each of them
         too.
+      methods: further drafters by name, each with all settings that are tried; like gamma, the fastest
+        of them on one half of the examples is the one chosen for the other.
       profile_dir: where profiles of some rounds of every method go; the report then says where a
         round's time goes, and c from that too.
 
@@ -116,8 +123,8 @@ def bench(
     lossy = [name for name, rule in (verifiers or {}).items() if not rule.lossless]
     if lossy:
         raise ValueError(f"{', '.join(lossy)}: no lossless rule, its output is not the target's")
-    contest = _shipped() if target is None else _load(target, drafts or {})
-    contest = contest._replace(verifiers=verifiers or {})
+    contest = _shipped(drafts or {}) if target is None else _load(target, drafts or {})
+    contest = contest._replace(verifiers=verifiers or {}, methods=methods or {})
     given = tuple(sources) or tuple(Heldout(task) for task in settings.tasks)
     names = [source.name for source in given]
     if len(set(names)) < len(names):
@@ -145,6 +152,7 @@ class Contest(NamedTuple):
       params: weights; ``params.draft`` by name too.
       vocabulary: of all of them.
       verifiers: further acceptance rules, by name.
+      methods: further drafters, by name.
     """
 
     label: str
@@ -153,22 +161,31 @@ class Contest(NamedTuple):
     params: Params
     vocabulary: Vocabulary
     verifiers: Mapping[str, Verifier] = {}
+    methods: Mapping[str, Sequence[Drafter]] = {}
 
 
-def _shipped() -> Contest:
+def _shipped(others: Mapping[str, Checkpoint | Counts]) -> Contest:
     pair, name = assets.load_pair(), "small model"
     params = Params(pair.target_params, {name: pair.draft_params})
-    return Contest("debian pair", pair.target, {name: pair.draft}, params, pair.vocabulary)
+    contest = Contest("debian pair", pair.target, {name: pair.draft}, params, pair.vocabulary)
+    return _with_drafts(contest, others)
 
 
-def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint]) -> Contest:
+def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint | Counts]) -> Contest:
     alone = system.load(target)
-    models, weights = {}, {}
+    params = Params(alone.params.target, {})
+    contest = Contest(str(target.path), alone.target, {}, params, alone.vocabulary)
+    return _with_drafts(contest, drafts)
+
+
+def _with_drafts(contest: Contest, drafts: Mapping[str, Checkpoint | Counts]) -> Contest:
+    models, weights = dict(contest.drafts), dict(contest.params.draft)
     for name, draft in drafts.items():
-        models[name], weights[name] = draft.load()
-        system.check_same_pieces(alone.vocabulary, alone.target, models[name], draft)
-    params = Params(alone.params.target, weights)
-    return Contest(str(target.path), alone.target, models, params, alone.vocabulary)
+        model, weights[name] = draft.load()
+        if model is not None:
+            system.check_same_pieces(contest.vocabulary, contest.target, model, draft)
+            models[name] = model
+    return contest._replace(drafts=models, params=Params(contest.params.target, weights))
 
 
 def _measure(
@@ -200,7 +217,9 @@ def _measure(
                 if temperature == 0 and batch_size == min(settings.batch_sizes):
                     workload = work[task]["report"]
                     shown[task] = _examples(source, contest.vocabulary, workload, reported, found)
-                    traces[task] = _trace(_best_draft(methods, found), reported, costs)
+                    chains = [m for m in reported if isinstance(m.drafter, SmallModel | None)]
+                    if len(chains) > 1:
+                        traces[task] = _trace(_best_draft(chains, found), reported, costs)
     prompt = next(iter(work.values()))["report"].prompts[0]
     return report.Report(
         rows=rows,
@@ -222,7 +241,7 @@ def _profile(
     parts = profile.profile(runner, methods, params, prompt, folder)
     plain = parts[methods[0]]
     return [
-        {"method": m.name, "gamma": m.gamma, "batch_size": batch_size}
+        {"method": m.name, "gamma": m.label, "batch_size": batch_size}
         | part._asdict()
         | {"c": profile.c(part, plain, m.gamma) if m.gamma else None}
         for m, part in parts.items()
@@ -231,18 +250,25 @@ def _profile(
 
 def _best_draft(methods: list[Method], rows: list[dict]) -> list[Method]:
     """Plain decoding, and all gammas of the draft that was fastest where it was chosen."""
+    names = {m.name for m in methods}
+    rows = [row for row in rows if row["method"] in names]
     best = max(rows, key=lambda row: (row["chosen"], row["speedup"]))["method"]
     return [m for m in methods if not m.gamma or m.name == best]
 
 
 def _methods(settings: Settings, contest: Contest) -> list[Method]:
     rules = {"": SpeculativeSampling()} | {f", {n}": rule for n, rule in contest.verifiers.items()}
-    drafted = [
-        Method(name + suffix, gamma, SmallModel(draft, gamma), rule, name)
+    chains = {
+        name: [(None, SmallModel(draft, g)) for g in sorted(settings.gammas) if g]
         for name, draft in contest.drafts.items()
+        if name not in contest.methods
+    }
+    others = {name: harness.told_apart(tried) for name, tried in contest.methods.items()}
+    drafted = [
+        Method(name + suffix, drafter.depth, drafter, rule, name, setting)
+        for name, tried in (chains | others).items()
         for suffix, rule in rules.items()
-        for gamma in sorted(settings.gammas)
-        if gamma
+        for setting, drafter in tried
     ]
     return [Method("plain"), *drafted]
 
@@ -310,9 +336,9 @@ class _Cell:
 
     def measure(self, settings: Settings, tick) -> tuple[list[dict], dict, dict]:
         """(rows of the report, the reported half's runs, costs measured on the other half)."""
-        run = lambda half, repeats: harness.measure(  # noqa: E731
+        run = lambda half, repeats, methods=self.methods: harness.measure(  # noqa: E731
             self.runner,
-            self.methods,
+            methods,
             self.params,
             self.halves[half],
             self.temperature,
@@ -322,10 +348,12 @@ class _Cell:
         calibration = run("calibration", settings.calibration_repeats)
         costs = self.parts.costs
         chosen = [self._fastest(name, calibration) for name in self._drafts()]
-        reported = run("report", _repeats(settings, self.batch_size))
+        plain = self.methods[0]
+        shown = [plain, *chosen] if settings.only_chosen else self.methods
+        reported = run("report", _repeats(settings, self.batch_size), shown)
         for measured in reported.values():
             harness.check_finished(measured)
-        rows = [self._row(m, reported, costs, m in chosen) for m in self.methods]
+        rows = [self._row(m, reported, costs, m in chosen) for m in shown]
         return rows, reported, costs
 
     def _drafts(self) -> list[str]:
@@ -345,6 +373,8 @@ class _Cell:
             "method": method.name,
             "temperature": self.temperature,
             "gamma": method.gamma,
+            "setting": method.label,
+            "nodes": method.nodes,
             "batch_size": self.batch_size,
             "sentences": sum(workload.real),
             "chosen": chosen,
@@ -371,14 +401,11 @@ class _Cell:
         tau, alpha = row["block_efficiency"], row["acceptance_rate"]
         if alpha is None:
             return none
-        return {
-            "c": c,
-            "v": v,
-            "predicted_speedup": float(
-                theory.speedup_from_block_efficiency(tau, method.gamma, c, v)
-            ),
-            "predicted_from_alpha": float(theory.walltime_factor(alpha, method.gamma, c, v)),
-        }
+        predicted = theory.speedup_from_block_efficiency(tau, method.gamma, c, v)
+        out = none | {"c": c, "v": v, "predicted_speedup": float(predicted)}
+        if method.nodes == method.gamma:  # the theorem speaks of chains
+            out["predicted_from_alpha"] = float(theory.walltime_factor(alpha, method.gamma, c, v))
+        return out
 
     def _equality(self, plain: Measured, own: Measured) -> dict:
         """Whether greedy output equals plain decoding's (near-ties listed); None when sampling."""
@@ -399,7 +426,7 @@ def _examples(
     """Example outputs, and the scores of the greedy text."""
     plain = harness.texts(vocabulary, reported[min(reported, key=lambda m: m.gamma)].runs[0])
     best = max(rows, key=lambda row: (row["chosen"], row["speedup"]))
-    chosen = next(m for m in reported if (m.name, m.gamma) == (best["method"], best["gamma"]))
+    chosen = next(m for m in reported if (m.name, m.label) == (best["method"], best["setting"]))
     spec = harness.texts(vocabulary, reported[chosen].runs[0])
     listed = [
         {
@@ -407,7 +434,8 @@ def _examples(
             "reference": e.text.get("targets_pretokenized"),
             "plain": p,
             "speculative": s,
-            "gamma": best["gamma"],
+            "method": best["method"],
+            "setting": best["setting"],
         }
         for e, p, s in zip(workload.examples, plain, spec, strict=True)
     ]

@@ -9,6 +9,7 @@ import pytest
 
 from specjax import assets
 from specjax.bench import harness, report, run
+from specjax.bench.free_draft import FreeDraft
 from specjax.bench.harness import Costs, Measured, Method, Run, Runner, Workload
 from specjax.data.sources import Heldout, TextFile
 from specjax.data.vocabulary import Vocabulary
@@ -210,3 +211,35 @@ def test_verifiers_and_profiles_stand_in_the_report(pair, tmp_path, monkeypatch)
     text = (tmp_path / "report.md").read_text()
     assert "| task | method |" in text and "| small model, block verification | 2 |" in text
     assert list(traces.glob("**/*.trace.json.gz"))
+
+
+@pytest.mark.slow
+def test_methods_stand_beside_small_models(pair, tmp_path, monkeypatch):
+    """Trees of several settings: the faster one is chosen, and alone reported where that is asked for."""
+    monkeypatch.setattr(assets, "load_pair", lambda: pair)
+    settings = run.Settings(
+        tasks=("debian_ende",), gammas=(0, 2), temperatures=(0.0, 1.0), batch_sizes=(1,), sentences=4,
+        repeats=2, max_decode_len=8, only_chosen=True,
+    )  # fmt: skip
+    size = pair.target.vocab_size
+    guesses = [FreeDraft(2, n, size, chain=False, drawn=False) for n in (2, 5)]
+    found = run.bench(settings, str(tmp_path), methods={"guess": guesses})
+    assert [row["method"] for row in found.rows] == ["plain", "small model", "guess"] * 2
+    for row in found.rows:
+        if row["method"] == "guess":
+            assert row["chosen"] and row["setting"] in ("nodes 2", "nodes 5")
+            assert row["gamma"] == 2 and row["predicted_from_alpha"] is None
+            assert str(row["nodes"]) == row["setting"].removeprefix("nodes ")
+    assert found.identical
+    text = (tmp_path / "report.md").read_text()
+    assert "| guess |" in text and "methods.png" in text
+    assert (tmp_path / "methods.png").stat().st_size > 5000
+
+
+def test_settings_of_a_method_are_told_apart():
+    make = lambda depth, nodes: FreeDraft(depth, nodes, 32, chain=False)  # noqa: E731
+    labels = [label for label, _ in harness.told_apart([make(2, 3), make(2, 4)])]
+    assert labels == ["nodes 3", "nodes 4"]
+    assert harness.told_apart([make(2, 3)])[0][0] == "–"
+    with pytest.raises(ValueError, match="the same setting twice"):
+        harness.told_apart([make(2, 3), make(2, 3)])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.decode import multi_step, tree, verify
+from specjax.decode import multi_step, tree
 from specjax.decode.interfaces import TokenTree
 from specjax.decode.verify import GreedyMatch, NaiveSampling, SpeculativeSampling, TypicalAcceptance
 from tests.decode.laws import ONE_ATOM, TWO_ATOMS
