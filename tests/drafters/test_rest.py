@@ -261,14 +261,14 @@ def test_what_stands_behind_eos_is_never_drafted():
 # Parts on devices.
 
 
-def test_a_split_store_drafts_the_same_on_a_mesh(split=2):
+def test_a_split_store_drafts_the_same_on_a_mesh():
     """Rows over ``data``, parts over ``model``, as the whole store on one device."""
     rng = np.random.default_rng(1)
     parts = [[rng.integers(2, 6, size=9).tolist() for _ in range(4)] for _ in range(4)]
     store = store_of(*parts)
-    mesh = meshes.make(split)
+    mesh = meshes.make(2)
     placed = devices.put(store, NamedSharding(mesh, PartitionSpec("model")))
-    assert placed.tokens.addressable_shards[0].data.shape[0] == 4 // split
+    assert placed.tokens.addressable_shards[0].data.shape[0] == 2
     params = {"logits": 3 * jax.random.normal(jax.random.key(0), (8, 8))}
     ask = toys.prompt(*[[2 + i % 4] for i in range(8)])
     outs = [
@@ -285,6 +285,22 @@ def test_a_split_store_drafts_the_same_on_a_mesh(split=2):
     assert toys.emitted(one) == toys.emitted(many) and int(one.stats.accepted.sum()) > 0
     for name in ("rounds", "drafted", "accepted"):
         np.testing.assert_array_equal(getattr(one.stats, name), getattr(many.stats, name))
+
+
+def test_a_split_store_stays_where_it_is():
+    """What devices exchange is counts and what was found: no memory the size of a part is asked for."""
+    mesh, part = meshes.make(4), 100_003
+    places = NamedSharding(mesh, PartitionSpec("model")), NamedSharding(mesh, PartitionSpec("data"))
+    described = lambda shape, place: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)  # noqa: E731
+    store = Store(*[described((4, part), places[0])] * 2)
+    text = Text(described((2, 64), places[1]), *[described((2,), places[1])] * 2)
+    rows = PartitionSpec("data")
+    search = jax.shard_map(
+        DRAFTER.continuations, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows,
+        axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    used = jax.jit(search).lower(store, text).compile().memory_analysis()
+    assert used.temp_size_in_bytes < part < used.argument_size_in_bytes < 9 * part
 
 
 def test_parts_are_one_store_where_all_occurrences_are_read():
