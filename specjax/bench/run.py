@@ -26,7 +26,7 @@ from specjax.decode.sampling import Sampling
 from specjax.decode.verify import SpeculativeSampling
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import system
-from specjax.infer.system import Checkpoint, Counts
+from specjax.infer.system import Checkpoint, Counts, Datastore
 from specjax.models.families import Network
 
 
@@ -85,7 +85,7 @@ def bench(
     settings: Settings = Settings(),
     output_dir: str = "runs/bench",
     target: Checkpoint | None = None,
-    drafts: Mapping[str, Checkpoint | Counts] | None = None,
+    drafts: Mapping[str, Checkpoint | Counts | Datastore] | None = None,
     sources: Sequence[Source] = (),
     verifiers: Mapping[str, Verifier] | None = None,
     methods: Mapping[str, Sequence[Drafter]] | None = None,
@@ -164,21 +164,21 @@ class Contest(NamedTuple):
     methods: Mapping[str, Sequence[Drafter]] = {}
 
 
-def _shipped(others: Mapping[str, Checkpoint | Counts]) -> Contest:
+def _shipped(others: Mapping[str, Checkpoint | Counts | Datastore]) -> Contest:
     pair, name = assets.load_pair(), "small model"
     params = Params(pair.target_params, {name: pair.draft_params})
     contest = Contest("debian pair", pair.target, {name: pair.draft}, params, pair.vocabulary)
     return _with_drafts(contest, others)
 
 
-def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint | Counts]) -> Contest:
+def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint | Counts | Datastore]) -> Contest:
     alone = system.load(target)
     params = Params(alone.params.target, {})
     contest = Contest(str(target.path), alone.target, {}, params, alone.vocabulary)
     return _with_drafts(contest, drafts)
 
 
-def _with_drafts(contest: Contest, drafts: Mapping[str, Checkpoint | Counts]) -> Contest:
+def _with_drafts(contest: Contest, drafts: Mapping[str, Checkpoint | Counts | Datastore]) -> Contest:
     models, weights = dict(contest.drafts), dict(contest.params.draft)
     for name, draft in drafts.items():
         model, weights[name] = draft.load()
