@@ -22,9 +22,7 @@ def reference(prefilled: Prefilled) -> Prompt | tuple[()]:
     return Prompt(jnp.where(inside, tokens, NOTHING), length)
 
 
-def buffer(
-    given: Prompt | tuple[()], text: Text
-) -> tuple[Int[Array, "B S"], Bool[Array, "B S"]]:
+def buffer(given: Prompt | tuple[()], text: Text) -> tuple[Int[Array, "B S"], Bool[Array, "B S"]]:
     """What a row may be searched for: its reference, a gap, its text; and which of it was emitted."""
     index = jnp.arange(text.tokens.shape[1], dtype=jnp.int32)[None]
     first = jnp.zeros_like(text.length) if text.first is None else text.first
@@ -46,9 +44,7 @@ def newest(text: Text, count: int) -> Int[Array, "B n"]:
     return jnp.where(index >= first[:, None], tokens, NOTHING)
 
 
-def matches(
-    tokens: Int[Array, "B S"], query: Int[Array, "B n"], eos_id: int
-) -> Int[Array, "B S"]:
+def matches(tokens: Int[Array, "B S"], query: Int[Array, "B n"], eos_id: int) -> Int[Array, "B S"]:
     """How many of the newest tokens (`newest`) end at each slot, if any token stands behind them."""
     slots = tokens.shape[1]
     run = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=NOTHING)[:, 1:] != NOTHING

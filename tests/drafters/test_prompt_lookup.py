@@ -154,7 +154,7 @@ def test_random_texts_against_a_search(drafter):
 
 
 def test_nodes_are_deterministic_and_know_nothing_but_the_text():
-    """B3, invariant 2: no q; keys, sampling and parameters do not come in; noise behind the lengths neither."""
+    """B3, invariant 2: no q; the noise behind the lengths is nothing."""
     texts, prompts = [[4, 5, 4], [6, 6, 7]], [[4, 8, 1], [6, 6, 5, 1]]
     for drafter in (PromptLookup(), PromptLookup(spans=3, budget=8)):
         tree = proposed(drafter, texts, prompts)
@@ -275,7 +275,9 @@ def test_num_decodes_and_samples_have_their_own_texts():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("drafter", [PromptLookup(2, 1, 2), PromptLookup(2, 1, 2, spans=3, budget=4)])
+@pytest.mark.parametrize(
+    "drafter", [PromptLookup(2, 1, 2), PromptLookup(2, 1, 2, spans=3, budget=4)]
+)
 def test_the_law_of_samples_is_the_target_s(drafter):
     """B3, B18, C1, invariant 2: 27 outputs of three tokens, exactly."""
     table = np.random.default_rng(3).normal(size=(3, 3))
