@@ -160,6 +160,21 @@ def test_a_datastore_is_a_method_and_must_be_named():
         config.parse(names, bindings)
 
 
+@pytest.mark.parametrize("name", ["prompt_lookup.PromptLookup", "trie.Trie"])
+def test_drafters_that_copy_are_methods_and_need_no_draft(name):
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    bindings += ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "MAX_MATCH=4"]
+    names = ["configs/runs/infer.gin", f"configs/methods/{name.split('.')[0]}.gin"]
+    config.parse(names, bindings)
+    assert gin.query_parameter(f"{name}.max_match").scoped_configurable_fn() == 4
+    drafter = gin.query_parameter("run.infer.drafter").scoped_configurable_fn(eos_id=7)
+    assert (drafter.max_match, drafter.eos_id) == (4, 7)
+    assert drafter == type(drafter)(
+        max_match=4, eos_id=7
+    )  # the file's other values are the defaults
+    assert gin.query_parameter("run.infer.draft").scoped_configurable_fn().path is None
+
+
 def test_table_2_compares_three_drafts_on_the_paper_s_task():
     name = "papers/leviathan2022_table2_cnndm.gin"
     config.parse([f"configs/{name}"], [f"{m}='x'" for m in REQUIRED[name].split()])

@@ -14,7 +14,16 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from specjax.decode import loop, stats
-from specjax.decode.interfaces import Block, Drafter, Extended, Open, Params, Prefilled, Prompt, Text
+from specjax.decode.interfaces import (
+    Block,
+    Drafter,
+    Extended,
+    Open,
+    Params,
+    Prefilled,
+    Prompt,
+    Text,
+)
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import GreedyMatch
 from specjax.models.cache import Cache
@@ -83,7 +92,9 @@ def rounds(model: Replay, drafter: Drafter, draft, said: Recorded) -> dict:
     Raises:
       RuntimeError: the drafter changed the text, which no drafter can.
     """
-    out = _decode(model, drafter, said.tokens.shape[1], draft, said.prompt, said.tokens, said.lengths)
+    out = _decode(
+        model, drafter, said.tokens.shape[1], draft, said.prompt, said.tokens, said.lengths
+    )
     tokens, lengths, counted = jax.device_get(out)
     inside = np.arange(tokens.shape[1])[None] < said.lengths[:, None]
     if (lengths != said.lengths).any() or (tokens[inside] != said.tokens[inside]).any():

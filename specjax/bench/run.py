@@ -178,7 +178,9 @@ def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint | Counts | Datasto
     return _with_drafts(contest, drafts)
 
 
-def _with_drafts(contest: Contest, drafts: Mapping[str, Checkpoint | Counts | Datastore]) -> Contest:
+def _with_drafts(
+    contest: Contest, drafts: Mapping[str, Checkpoint | Counts | Datastore]
+) -> Contest:
     models, weights = dict(contest.drafts), dict(contest.params.draft)
     for name, draft in drafts.items():
         model, weights[name] = draft.load()

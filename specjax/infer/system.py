@@ -14,7 +14,7 @@ from specjax.data import datastore
 from specjax.data import vocabulary as vocabularies
 from specjax.decode import devices
 from specjax.decode.interfaces import Drafter, Params
-from specjax.drafters import ngram, rest
+from specjax.drafters import ngram, rest, trie
 from specjax.models.families import Network
 from specjax.partitioning.rules import Partitioner
 from specjax.training import batches
@@ -150,6 +150,45 @@ class Datastore:
         datastore.check_vocabulary(datastore.load(self.path, check=False).meta, vocabulary)
 
 
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What a drafter that copies knows beforehand: nothing, or the targets of token arrays.
+
+    For `specjax.drafters.prompt_lookup.PromptLookup`, which copies from its own text alone, and
+    `specjax.drafters.trie.Trie`. Nothing is added while a file is decoded: what comes out for a prompt would
+    depend on which others were decoded before it.
+
+    Attributes:
+      path: ``.npz`` of token arrays; None for nothing.
+      capacity: tokens that are kept of them, the last ones.
+    """
+
+    path: str | None = None
+    capacity: int = 4096
+
+    def load(self, partitioner: Partitioner | None = None) -> tuple[None, trie.Store | None]:
+        """No model, and the store (whole on every device)."""
+        if self.path is None:
+            return None, None
+        texts = batches.load_pairs(self.path).targets[-self.capacity :]
+        rows, lengths = batches.padded(texts)
+        store = trie.absorb(trie.empty(self.capacity), jnp.asarray(rows), jnp.asarray(lengths))
+        return None, store if partitioner is None else devices.put(store, partitioner.replicated)
+
+    def check(self, model: Network, vocabulary: vocabularies.Base) -> None:
+        """Raises ValueError if there are ids that the target does not have."""
+        del model
+        if self.path is None:
+            return
+        largest = max(
+            (int(x.max(initial=0)) for x in batches.load_pairs(self.path).targets), default=0
+        )
+        if largest >= vocabulary.size:
+            raise ValueError(
+                f"{self.path} has ids up to {largest}, the vocabulary {vocabulary.size} pieces"
+            )
+
+
 class System(NamedTuple):
     """Everything that decodes.
 
@@ -169,15 +208,16 @@ class System(NamedTuple):
 def load(
     target: Checkpoint,
     drafter: Callable[..., Drafter] | None = None,
-    draft: Checkpoint | Counts | Datastore | None = None,
+    draft: Checkpoint | Counts | Datastore | Texts | None = None,
     partitioner: Partitioner | None = None,
 ) -> System:
     """Loads a target and, where a drafter is named, its draft.
 
     Args:
       target: its weights.
-      drafter: makes the drafter; called with ``model=`` the draft if that is a model.
-      draft: the draft's weights, table or datastore, for drafters that have any.
+      drafter: makes the drafter; called with ``model=`` the draft if that is a model, and with
+        ``eos_id=`` the target's if it copies from texts.
+      draft: the draft's weights, table or datastore, or the texts it knows.
       partitioner: where parameters lie; None is one device.
 
     Raises:
@@ -201,6 +241,9 @@ def load(
         raise ValueError("a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH")
     if not isinstance(draft, Checkpoint):
         draft.check(model, vocabulary)
+    if isinstance(draft, Texts):
+        own = draft.load(partitioner)[1]
+        return System(model, drafter(eos_id=model.eos_id), Params(weights, own), vocabulary)
     small, draft_weights = draft.load(partitioner)
     if small is None:
         return System(model, drafter(), Params(weights, draft_weights), vocabulary)

@@ -21,8 +21,10 @@ from specjax.data.sources import TextFile
 from specjax.data.vocabulary import Bytes, Vocabulary
 from specjax.decode.processors import MinLength
 from specjax.drafters.ngram import Ngram
+from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.drafters.rest import Rest
 from specjax.drafters.small_model import SmallModel
+from specjax.drafters.trie import Trie
 from specjax.infer import run, system
 from specjax.infer.run import Settings
 from specjax.infer.system import Checkpoint
@@ -329,6 +331,31 @@ def test_a_datastore_s_parts_are_split_over_the_model_axis(folder, tmp_path):
         ValueError, match="2 model partitions do not divide the datastore's 1 parts"
     ):
         dataclasses.replace(one, whole=False).load(mesh)
+
+
+def test_drafters_that_copy_need_no_draft(folder, tmp_path):
+    """As configs/methods/{prompt_lookup,trie}.gin make them; a trie may know texts beforehand."""
+    target = Checkpoint(str(folder / "target.safetensors"))
+    plain = read(infer(folder, tmp_path / "plain", drafter=None))
+    said = [target.vocabulary().encode(line["prediction"]) for line in plain]
+    save_pairs(tmp_path / "said.npz", TokenPairs(said, said))
+    for i, (drafter, draft) in enumerate((
+        (functools.partial(PromptLookup, copy=3), system.Texts()),
+        (functools.partial(Trie, depth=3, budget=6), system.Texts(str(tmp_path / "said.npz"), 64)),
+    )):  # fmt: skip
+        out = run.infer(
+            TextFile(str(folder / "in.txt")), target, str(tmp_path / str(i)), drafter, draft,
+            settings=Settings(task_feature_lengths=LENGTHS, batch_size=4),
+        )  # fmt: skip
+        assert [line["prediction"] for line in read(out)] == [line["prediction"] for line in plain]
+        assert sum(line["aux"]["drafted"] for line in read(out)) > 0
+    loaded = system.load(target, drafter, draft)
+    assert loaded.drafter.eos_id == loaded.target.eos_id and loaded.params.draft.tokens.shape == (
+        64,
+    )
+    save_pairs(tmp_path / "other.npz", TokenPairs([np.asarray([3])], [np.asarray([3, 9000])]))
+    with pytest.raises(ValueError, match="has ids up to 9000, the vocabulary 8000 pieces"):
+        system.load(target, Trie, system.Texts(str(tmp_path / "other.npz")))
 
 
 def test_a_missing_checkpoint_or_vocabulary_is_one_line(folder, tmp_path):
