@@ -100,6 +100,16 @@ class Counts:
         return None, jnp.asarray(table)
 
 
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    """The draft of a drafter that has no weights."""
+
+    def load(self, partitioner: Partitioner | None = None) -> tuple[None, None]:
+        """No model, and nothing."""
+        del partitioner
+        return None, None
+
+
 class System(NamedTuple):
     """Everything that decodes.
 
@@ -119,7 +129,7 @@ class System(NamedTuple):
 def load(
     target: Checkpoint,
     drafter: Callable[..., Drafter] | None = None,
-    draft: Checkpoint | Counts | None = None,
+    draft: Checkpoint | Counts | Nothing | None = None,
     partitioner: Partitioner | None = None,
 ) -> System:
     """Loads a target and, where a drafter is named, its draft.
@@ -127,7 +137,7 @@ def load(
     Args:
       target: its weights.
       drafter: makes the drafter; called with ``model=`` the draft if that is a model.
-      draft: the draft's weights or table, for drafters that have any.
+      draft: the draft's weights or table; `Nothing` for a drafter that has none.
       partitioner: where parameters lie; None is one device.
 
     Raises:
@@ -151,7 +161,7 @@ def load(
         raise ValueError("a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH")
     small, draft_weights = draft.load(partitioner)
     if small is None:
-        if draft_weights.shape[-1] != model.vocab_size:
+        if draft_weights is not None and draft_weights.shape[-1] != model.vocab_size:
             raise ValueError(
                 f"the table has {draft_weights.shape[-1]} pieces, the target {model.vocab_size}"
             )

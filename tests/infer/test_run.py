@@ -19,6 +19,7 @@ from specjax.checkpoints import int8
 from specjax.data.sources import TextFile
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode.processors import MinLength
+from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.ngram import Ngram
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import run, system
@@ -279,6 +280,13 @@ def test_an_ngram_drafts_without_changing_the_text(folder, tmp_path):
     target = Checkpoint(str(folder / "target.safetensors"))
     with pytest.raises(ValueError, match="the table has 9000 pieces, the target 8000"):
         system.load(target, Ngram, system.Counts(str(tmp_path / "counted.npz"), 1, 9000))
+
+
+def test_a_drafter_without_weights_names_nothing(folder):
+    """As configs/methods/lookahead.gin does."""
+    target = Checkpoint(str(folder / "target.safetensors"))
+    loaded = system.load(target, Lookahead, system.Nothing())
+    assert loaded.drafter == Lookahead() and loaded.params.draft is None
 
 
 def test_a_missing_checkpoint_or_vocabulary_is_one_line(folder, tmp_path):
