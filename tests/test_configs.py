@@ -175,6 +175,14 @@ def test_drafters_that_copy_are_methods_and_need_no_draft(name):
     assert gin.query_parameter("run.infer.draft").scoped_configurable_fn().path is None
 
 
+def test_lookahead_is_a_method_without_a_draft():
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    more = ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "WINDOW=3", "FOLLOW=True"]
+    config.parse(["configs/runs/infer.gin", "configs/methods/lookahead.gin"], [*bindings, *more])
+    assert gin.query_parameter("lookahead.Lookahead.window").scoped_configurable_fn() == 3
+    assert "system.Nothing()" in gin.config_str()
+
+
 def test_table_2_compares_three_drafts_on_the_paper_s_task():
     name = "papers/leviathan2022_table2_cnndm.gin"
     config.parse([f"configs/{name}"], [f"{m}='x'" for m in REQUIRED[name].split()])

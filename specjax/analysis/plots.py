@@ -1,4 +1,4 @@
-"""Pictures of measurements, drawn from plain rows of a report into PNG files.
+"""Pictures of measurements, drawn from plain rows of a report into PNG files; and of masks.
 
 Every function takes the data and a path, writes the file and returns the figure. Figures
 are made without pyplot, so that no global state is kept and no display is needed. Values
@@ -13,9 +13,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -228,6 +229,73 @@ def training_curves(
         axes.set(xlabel="training step", ylabel="loss per token (nats)")
         axes.legend()
         return save(figure, path)
+
+
+def mask_picture(
+    mask: np.ndarray, labels: Sequence[str], roles: Sequence[str], path: str | Path
+) -> Figure:
+    """Draws which tokens of a block each one sees: a row per token that reads, a column per token read.
+
+    Any tree will do: ``specjax.decode.tree.block(tree, root).mask[b]`` is what the model is given.
+
+    Args:
+        mask: bool `[M, M]`, root first.
+        labels: what stands in each token's box, e.g. its depth or its piece.
+        roles: what each token is; every role has a colour, in the order they occur. Roles that
+            end in a number behind a space share the colour and the legend of their word.
+        path: the file to write.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: the numbers of rows, columns, labels and roles differ.
+
+    References:
+        Fu et al., arXiv:2402.02057, Fig. 2; Cai et al., arXiv:2401.10774, Fig. 2.
+    """
+    mask = np.asarray(mask, bool)
+    size = len(labels)
+    if mask.shape != (size, size) or len(roles) != size:
+        raise ValueError(
+            f"a mask {mask.shape} needs as many labels and roles, got {size} and {len(roles)}"
+        )
+    words = [role.rsplit(" ", 1)[0] if role[-1].isdigit() else role for role in roles]
+    kinds = list(dict.fromkeys(words))
+    colors = dict(zip(kinds, _cycle(len(kinds)), strict=True))
+    tokens = [colors[word] for word in words]
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        side = 2.2 + 0.21 * (size + 2)
+        figure = Figure(figsize=(side, side + 0.3), layout="constrained")
+        axes = figure.subplots()
+        axes.imshow(_mask_colors(mask, tokens), extent=(0, size, size, 0), interpolation="none")
+        for edge in range(size + 1):
+            new = edge in (0, size) or roles[edge] != roles[edge - 1]
+            line = dict(color=GREY if new else "white", linewidth=0.9 if new else 0.6)
+            axes.plot([edge, edge], [-1.6 * new, size], **line, zorder=1 + new)
+            axes.plot([-1.6 * new, size], [edge, edge], **line, zorder=1 + new)
+        for place, (label, color) in enumerate(zip(labels, tokens, strict=True)):
+            for x, y in ((-1.5, place), (place, -1.5)):
+                box = Rectangle((x + 0.06, y + 0.06), 0.88, 0.88, color=color, lw=0)
+                axes.add_patch(box)
+                centre = (x + 0.5, y + 0.5)
+                axes.annotate(label, centre, ha="center", va="center", color="white", fontsize=8)
+        axes.set(xlim=(-1.7, size + 0.1), ylim=(size + 0.1, -1.7), aspect="equal")
+        axes.set_axis_off()
+        axes.set_title(
+            "What the token of a row sees. Dark: itself; grey: hidden from it", fontsize=10
+        )
+        handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(kinds), 3))
+        return _save(figure, path)
+
+
+def _mask_colors(mask: np.ndarray, tokens: Sequence[str]) -> np.ndarray:
+    """Cells `[M, M, 3]`: the colour of the token that is read, lighter but for a token itself."""
+    own = np.asarray([to_rgb(color) for color in tokens])
+    seen = np.broadcast_to(own[None], (*mask.shape, 3))
+    light = np.where(np.eye(len(mask), dtype=bool)[..., None], seen, 0.45 * seen + 0.55)
+    return np.where(mask[..., None], light, np.asarray(to_rgb("#EDEDED")))
 
 
 def _having(rows: Rows, *keys: str) -> list[Mapping[str, Any]]:

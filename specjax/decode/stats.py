@@ -21,8 +21,9 @@ class Stats(NamedTuple):
     Attributes:
       rounds: target steps in which the row was live.
       rounds_plain: those of them in which nothing was drafted.
-      drafted: valid nodes, without those behind an accepted EOS.
-      drafted_cut: valid nodes behind an accepted EOS; they enter no ratio.
+      drafted: nodes that were read and judged, without those behind an accepted EOS. What is read
+        and not judged (Lookahead's window) is no draft: none of it can be accepted.
+      drafted_cut: such nodes behind an accepted EOS; they enter no ratio.
       tested: nodes on which a trial was made.
       accepted: accepted nodes that were emitted.
       emitted: tokens emitted, bonus and corrections included.
@@ -89,7 +90,8 @@ def tally(stats: Stats, outcome: Outcome, depth: Int[Array, "B N"]) -> Stats:
     # A round cut by an accepted EOS ends at depth `count`: deeper nodes were drafted in vain.
     ended_by_node = live & (verdict.accepted >= count)
     within = live[:, None] & (~ended_by_node[:, None] | (depth <= count[:, None]))
-    drafted = tree.valid & within
+    drafts = tree.valid & tree.judged
+    drafted = drafts & within
     tested = verdict.tested & within
     on_path = _on_path(verdict.path, accepted, tree.tokens.shape[1])
     by_depth = (
@@ -110,7 +112,7 @@ def tally(stats: Stats, outcome: Outcome, depth: Int[Array, "B N"]) -> Stats:
         rounds=stats.rounds + live.astype(jnp.int32),
         rounds_plain=stats.rounds_plain + (live & ~some).astype(jnp.int32),
         drafted=stats.drafted + number(drafted),
-        drafted_cut=stats.drafted_cut + number(tree.valid & live[:, None] & ~within),
+        drafted_cut=stats.drafted_cut + number(drafts & live[:, None] & ~within),
         tested=stats.tested + number(tested),
         accepted=stats.accepted + accepted,
         emitted=stats.emitted + count,

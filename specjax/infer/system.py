@@ -189,6 +189,19 @@ class Texts:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    """The draft of a drafter that has no weights."""
+
+    def load(self, partitioner: Partitioner | None = None) -> tuple[None, None]:
+        """No model, and nothing."""
+        del partitioner
+        return None, None
+
+    def check(self, model: Network, vocabulary: vocabularies.Base) -> None:
+        """Nothing fits every target."""
+
+
 class System(NamedTuple):
     """Everything that decodes.
 
@@ -208,7 +221,7 @@ class System(NamedTuple):
 def load(
     target: Checkpoint,
     drafter: Callable[..., Drafter] | None = None,
-    draft: Checkpoint | Counts | Datastore | Texts | None = None,
+    draft: Checkpoint | Counts | Datastore | Texts | Nothing | None = None,
     partitioner: Partitioner | None = None,
 ) -> System:
     """Loads a target and, where a drafter is named, its draft.
@@ -217,7 +230,8 @@ def load(
       target: its weights.
       drafter: makes the drafter; called with ``model=`` the draft if that is a model, and with
         ``eos_id=`` the target's if it copies from texts.
-      draft: the draft's weights, table or datastore, or the texts it knows.
+      draft: the draft's weights, table or datastore, or the texts it knows; `Nothing` for a drafter that
+        has none of these.
       partitioner: where parameters lie; None is one device.
 
     Raises:

@@ -176,6 +176,26 @@ def test_training_curves_drop_what_is_not_finite(tmp_path):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["target", "draft"]
 
 
+def test_a_mask_is_drawn_cell_by_cell(tmp_path):
+    """Rows read, columns are read; a role's colour, lighter but for a token itself, else grey."""
+    mask = np.tri(4, dtype=bool)
+    mask[3, 2] = False
+    roles = ["root", "It", "guess 0", "guess 1"]
+    figure = plots.mask_picture(mask, "0112", roles, tmp_path / "mask.png")
+    _check_file(tmp_path / "mask.png", figure)
+    (axes,), (legend,) = figure.axes, figure.legends
+    pixels = np.asarray(axes.images[0].get_array())
+    grey = (pixels == pixels[0, 3]).all(-1)
+    np.testing.assert_array_equal(~grey, mask)
+    own = [tuple(pixels[i, i]) for i in range(4)]
+    assert own[2] == own[3] and len(set(own)) == 3
+    assert tuple(pixels[1, 0]) not in (own[0], tuple(pixels[0, 3]))
+    assert [text.get_text() for text in legend.get_texts()] == ["root", "It", "guess"]
+    assert [text.get_text() for text in axes.texts] == [*"00111122"]
+    with pytest.raises(ValueError, match="as many labels and roles, got 4 and 3"):
+        plots.mask_picture(mask, "0112", roles[:3], tmp_path / "wrong.png")
+
+
 def test_moving_mean_is_centred():
     line = np.arange(20.0)
     np.testing.assert_allclose(plots._moving_mean(line, 5)[:18], line[:18])

@@ -141,6 +141,39 @@ def test_rounds_without_a_draft_count_as_plain():
     assert got["mean_accepted"] == 2.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Halting:
+    """A drafter whose last node is read and not judged; with ``mute`` none is judged."""
+
+    inner: SmallModel
+    mute: bool = False
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def propose(self, params, state, text, sampling, keys):
+        proposed, state = self.inner.propose(params, state, text, sampling, keys)
+        judged = proposed.judged.at[:, -1].set(False) & (not self.mute)
+        return tree._swap(proposed, judged=judged), state
+
+
+@pytest.mark.parametrize("mute", [False, True])
+def test_what_is_read_and_not_judged_is_no_draft(mute):
+    """N4: it enters no ratio, is never accepted, and a round of nothing else is plain."""
+    params = toys.scripts(SCRIPT)
+    drafter = Halting(SmallModel(toys.Script(), 3), mute)
+    out = generate(
+        toys.Script(), params, toys.script_prompt(0), drafter=drafter, draft_params=params,
+        max_decode_len=6,
+    )  # fmt: skip
+    got = stats.summary(out.stats)
+    assert toys.emitted(out) == [SCRIPT[:6]]
+    counts = [got[name] for name in ("rounds", "rounds_plain", "drafted", "accepted", "tested")]
+    assert counts == ([6, 6, 0, 0, 0] if mute else [2, 0, 4, 4, 4])
+    marginal = got["accepted_by_position"]["marginal"]
+    assert marginal == ([None] * 3 if mute else [1.0, 1.0, None])
+
+
 def test_speculation_is_not_given_up_silently():
     """A13: a short decode drafts in every round, and no round is plain."""
     out = play([SCRIPT], [SCRIPT])

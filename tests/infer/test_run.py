@@ -20,6 +20,7 @@ from specjax.data import datastore, prompts
 from specjax.data.sources import TextFile
 from specjax.data.vocabulary import Bytes, Vocabulary
 from specjax.decode.processors import MinLength
+from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.ngram import Ngram
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.drafters.rest import Rest
@@ -356,6 +357,13 @@ def test_drafters_that_copy_need_no_draft(folder, tmp_path):
     save_pairs(tmp_path / "other.npz", TokenPairs([np.asarray([3])], [np.asarray([3, 9000])]))
     with pytest.raises(ValueError, match="has ids up to 9000, the vocabulary 8000 pieces"):
         system.load(target, Trie, system.Texts(str(tmp_path / "other.npz")))
+
+
+def test_a_drafter_without_weights_names_nothing(folder):
+    """As configs/methods/lookahead.gin does."""
+    target = Checkpoint(str(folder / "target.safetensors"))
+    loaded = system.load(target, Lookahead, system.Nothing())
+    assert loaded.drafter == Lookahead() and loaded.params.draft is None
 
 
 def test_a_missing_checkpoint_or_vocabulary_is_one_line(folder, tmp_path):
