@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from specjax.decode import processors, tree
 from specjax.decode import sampling as laws
@@ -101,19 +101,21 @@ class SmallModel:
         (open, *_), (more, log_qs) = lax.scan(step, (read.open, token, past), (steps, u[:, 1:].T))
         tokens = jnp.concatenate([token[:, None], more.T], axis=1)
         log_q = jnp.concatenate([log_q[:, None], log_qs.transpose(1, 0, 2)], axis=1)
-        return tree.chain(tokens, jnp.ones_like(tokens, bool), log_q), DraftState(state.cache, open)
+        valid = within(self.model, text, self.gamma)
+        return tree.chain(tokens, valid, log_q), DraftState(state.cache, open)
 
     def observe(self, params: Params, state: DraftState, outcome: Outcome) -> DraftState:
         """Commits what the block read and what of the chain was accepted.
 
-        After the round the cache lacks the newest token; the last draft was never read, so after
-        full acceptance it lacks one more.
+        After the round the cache lacks the newest token; a row's last draft need not have been read,
+        so after full acceptance it lacks one more.
         """
         del params
         old = outcome.text.length - outcome.count
         lag = old - state.cache.length
-        read = jnp.minimum(lag - 1 + outcome.count, lag + self.gamma - 1)
-        count = jnp.where(outcome.count > 0, read, 0)
+        drafted = outcome.tree.valid.sum(1, dtype=jnp.int32)
+        read = lag + jnp.maximum(drafted, 1) - 1  # without a draft the root was read all the same
+        count = jnp.where(outcome.count > 0, jnp.minimum(lag - 1 + outcome.count, read), 0)
         slots = jnp.arange(self.gamma + 1, dtype=jnp.int32)[None]
         keep = jnp.minimum(slots + (2 - lag)[:, None], self.gamma)
         return state._replace(cache=self.model.commit(state.cache, state.open, keep, count))
@@ -126,6 +128,19 @@ def prefill(model: Model, params: PyTree, target: Prefilled, slots: int) -> Pref
     """A draft's own prefill, which takes from the target's what the draft shares with it."""
     shared = {name: target.taps[name] for name in model.reads}
     return model.prefill(params, target.prompt, slots, **shared)
+
+
+def within(model: Model, text: Text, gamma: int) -> Bool[Array, "B gamma"]:
+    """Which of ``gamma`` drafts come from positions that the draft model has.
+
+    Draft i is what the model says behind token ``length - 1 + i``, which must be one of its longest
+    text. Where it ends before the target's text does, the rest is decoded plainly.
+    """
+    index = jnp.arange(gamma, dtype=jnp.int32)[None]
+    most = getattr(model, "max_positions", None)
+    if most is None:
+        return jnp.ones((text.length.shape[0], gamma), bool)
+    return text.length[:, None] + index <= most
 
 
 def _first_block(text: Text, lag: Int[Array, "B"], gamma: int) -> Block:
