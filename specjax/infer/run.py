@@ -123,10 +123,8 @@ def infer(
     getattr(verifier, "check", lambda _: None)(sampling)
     sampling.check()
     loaded = system.load(target, drafter, draft, partitioner)
-    sampling.check(loaded.target.eos_id)
-    # Llama 3 has several ids that end a text: the loop knows one, the others are stop sequences.
-    ends = [[i] for i in getattr(loaded.target.config, "other_eos_ids", ())]
-    how = {"verifier": verifier, "sampling": sampling, "stop": stopping.stops([*stop, *ends])}
+    sampling.check(stopping.end_ids(loaded.target))
+    how = {"verifier": verifier, "sampling": sampling, "stop": stopping.stops(stop)}
     everything = _examples(source, loaded, settings)
     examples = everything[settings.shard :: settings.num_shards]
     engine = _engine(loaded, verifier, len(examples), settings, partitioner)
@@ -231,7 +229,7 @@ def _engine(
         settings.max_decode_len,
         loaded.drafter,
         verifier,
-        loaded.target.eos_id,
+        stopping.end_ids(loaded.target),
         mesh=mesh,
     )
     shards = 1 if mesh is None else devices.row_shards(mesh)
