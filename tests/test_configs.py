@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from specjax import config
+from specjax.drafters.assisted import Assisted, Schedule
 
 ROOT = pathlib.Path(__file__).resolve().parents[1] / "configs"
 # Millions of parameters, as the models' authors give them (rounded there).
@@ -118,6 +119,10 @@ def test_methods_add_a_drafter_to_a_run():
     config.parse(names, [*bindings, *more, lengths])
     assert gin.query_parameter("small_model.SmallModel.gamma").scoped_configurable_fn() == 4
     assert "draft/system.Checkpoint" in gin.config_str()
+    names[1] = "configs/methods/assisted.gin"
+    config.parse(names, [*bindings, *more, "START=2", "CONFIDENCE=None", lengths])
+    made = gin.query_parameter("infer.drafter").scoped_configurable_fn(model=None)
+    assert made == Assisted(None, 4, Schedule(2), None)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Method:
         """What it decodes with: ``params.draft`` holds every draft by name."""
         return Params(params.target, (params.draft or {}).get(self.draft or self.name))
 
-    def decoder(self, runner: "Runner", eos_id: int) -> Decoder:
+    def decoder(self, runner: "Runner", eos_id: int | tuple[int, ...]) -> Decoder:
         return Decoder(runner.model, runner.max_decode_len, self.drafter, self.verifier, eos_id)
 
 
@@ -153,7 +153,7 @@ class Runner:
         ``first`` numbers the batch's first prompt, ``repeat`` the repeat: every prompt of every
         repeat has random numbers of its own, whatever the batch size.
         """
-        decoder = method.decoder(self, self.model.eos_id)
+        decoder = method.decoder(self, stopping.end_ids(self.model))
         batch = prompt.tokens.shape[0]
         both = method.pick(params)
         ids = first + jnp.arange(batch, dtype=jnp.int32)

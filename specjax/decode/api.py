@@ -44,7 +44,7 @@ def generate(
     max_decode_len: int,
     key: Key[Array, ""] | None = None,
     row_ids: Int[Array, "B"] | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     stop: Stops | Sequence[Sequence[int]] = (),
     num_decodes: int | None = None,
     rescale_log_probs: bool = True,
@@ -67,7 +67,8 @@ def generate(
       key: random key (key 0 by default).
       row_ids: int32 ``[B]``; a row's randomness depends on ``fold(key, row_id)`` and nothing else
         (0 .. B - 1 by default).
-      eos_id: overrides the model's; -1 for none.
+      eos_id: one id or several that end a text, instead of the model's own (all of them, where it has
+        several); -1 for none.
       stop: token sequences that end a text, themselves included; ids or padded arrays (traced).
       num_decodes: independent decodes per prompt, as a second axis of the output; None is one
         decode without that axis. The prompt is read once.
@@ -165,14 +166,15 @@ def _prepare(
     sampling: Sampling = Sampling(),
     key: Key[Array, ""] | None = None,
     row_ids: Int[Array, "B"] | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
     stop: Stops | Sequence[Sequence[int]] = (),
     num_decodes: int | None = None,
     rescale_log_probs: bool = True,
     mesh: Mesh | None = None,
 ) -> tuple[Decoder, Params, State, Sampling]:
     """Checks what was asked for, then reads the prompt."""
-    eos_id = model.eos_id if eos_id is None else eos_id
+    eos_id = stopping.end_ids(model) if eos_id is None else eos_id
+    eos_id = int(eos_id) if np.ndim(eos_id) == 0 else stopping.listed(eos_id)
     verifier = SpeculativeSampling() if verifier is None else verifier
     sampling.check(eos_id)
     _check(prompt, max_decode_len, num_decodes)

@@ -7,11 +7,12 @@ its own devices.
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 
 def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
@@ -22,6 +23,16 @@ def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
 def row_shards(mesh: Mesh | None) -> int:
     """How many groups of devices rows are split over."""
     return math.prod(mesh.shape[name] for name in row_axes(mesh))
+
+
+def anywhere(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Whether a flag is set in any of the groups of devices that run this program on their own rows.
+
+    A loop inside of a round must end in all groups at once (see `loop.live_rows`), and what drafts in
+    it knows no mesh: the axes are those of the `shard_map` it stands in.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.psum(flag.astype(jnp.int32), axes) > 0 if axes else flag
 
 
 def put(tree: PyTree, sharding: Sharding | PyTree[Sharding]) -> PyTree:

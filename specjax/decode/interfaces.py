@@ -197,6 +197,12 @@ class Model(Protocol):
       eos_id: the end of a text.
       reads: taps of the target's prefill that this model's prefill takes as keywords, if it is a
         draft that shares some part of the target; () for a model on its own.
+
+    A model may also have
+
+    - ``other_eos_ids``: further ids that end a text; without it there are none.
+    - ``max_positions``: the tokens of its longest text. A target refuses longer ones, a draft drafts
+      nothing behind it. Without it, or where it is None, texts have no end.
     """
 
     eos_id: int

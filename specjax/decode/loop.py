@@ -97,7 +97,7 @@ class Decoder:
       max_decode_len: tokens to emit at most, EOS included.
       drafter: None for plain decoding.
       verifier: acceptance rule.
-      eos_id: -1 for none.
+      eos_id: -1 for none; a tuple where several ids end a text (`stopping.end_ids`).
       num_decodes: decodes per prompt; None is one, without an axis for it.
       rescale_log_probs: whether log-probabilities are those of the sampling law.
       mesh: devices to decode on; None leaves it to where the arguments lie. Rows are split over all
@@ -108,7 +108,7 @@ class Decoder:
     max_decode_len: int
     drafter: Drafter | None = None
     verifier: Verifier = SpeculativeSampling()
-    eos_id: int = 1
+    eos_id: int | tuple[int, ...] = 1
     num_decodes: int | None = None
     rescale_log_probs: bool = True
     mesh: Mesh | None = None

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.decode import tree
 from specjax.decode.interfaces import Text, TokenTree
+from specjax.decode.stopping import listed
 
 
 class History(NamedTuple):
@@ -41,7 +42,7 @@ class History(NamedTuple):
 class Processor(Protocol):
     """What stands in `Sampling.processors`: a pytree whose numbers may differ per row."""
 
-    def check(self, eos_id: int | None) -> None:
+    def check(self, eos_id: int | tuple[int, ...] | None) -> None:
         """Raises ValueError on values outside their range."""
         ...
 
@@ -101,7 +102,7 @@ class RepetitionPenalty:
 
     penalty: float | Float[Array, "*B"]
 
-    def check(self, eos_id: int | None) -> None:
+    def check(self, eos_id: int | tuple[int, ...] | None) -> None:
         del eos_id
         if not np.all(np.asarray(self.penalty) > 0):
             raise ValueError(f"a repetition penalty must be above 0, got {self.penalty}")
@@ -124,16 +125,20 @@ class MinLength:
 
     Attributes:
       length: one value or one per row (traced).
-      eos_id: the decode's own (static).
+      eos_id: the decode's own, all of them where several ids end a text (static).
     """
 
     length: int | Int[Array, "*B"]
-    eos_id: int = dataclasses.field(default=1, metadata={"static": True})
+    eos_id: int | tuple[int, ...] = dataclasses.field(default=1, metadata={"static": True})
 
-    def check(self, eos_id: int | None) -> None:
+    def __post_init__(self):
+        if isinstance(self.eos_id, list):
+            object.__setattr__(self, "eos_id", tuple(self.eos_id))
+
+    def check(self, eos_id: int | tuple[int, ...] | None) -> None:
         if np.any(np.asarray(self.length) < 0):
             raise ValueError(f"a minimum length must not be negative, got {self.length}")
-        if eos_id is not None and eos_id != self.eos_id:
+        if eos_id is not None and set(listed(eos_id)) != set(listed(self.eos_id)):
             raise ValueError(f"MinLength forbids id {self.eos_id}, but text ends at id {eos_id}")
 
     def rows(self, batch: int) -> "MinLength":
@@ -141,7 +146,7 @@ class MinLength:
 
     def __call__(self, logits: Float[Array, "B M V"], history: History) -> Float[Array, "B M V"]:
         early = history.length - history.start[:, None] < self.length[:, None]
-        is_eos = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None] == self.eos_id
+        is_eos = np.isin(np.arange(logits.shape[-1]), listed(self.eos_id))[None, None]
         return jnp.where(early[..., None] & is_eos, -jnp.inf, logits)
 
 
@@ -156,7 +161,7 @@ class NoRepeatNgram:
 
     size: int = dataclasses.field(metadata={"static": True})
 
-    def check(self, eos_id: int | None) -> None:
+    def check(self, eos_id: int | tuple[int, ...] | None) -> None:
         del eos_id
         if self.size < 1:
             raise ValueError(f"the size of an n-gram must be at least 1, got {self.size}")

@@ -48,7 +48,7 @@ class Sampling:
         if isinstance(self.processors, list):  # gin has lists only
             object.__setattr__(self, "processors", tuple(self.processors))
 
-    def check(self, eos_id: int | None = None) -> None:
+    def check(self, eos_id: int | tuple[int, ...] | None = None) -> None:
         """Raises ValueError on values outside their range (on the host, before tracing)."""
         if np.any(np.asarray(self.temperature) < 0) or np.any(np.isnan(self.temperature)):
             raise ValueError(f"temperature must not be negative, got {self.temperature}")

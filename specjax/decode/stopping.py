@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from specjax.decode.interfaces import Text
+from specjax.decode.interfaces import Model, Text
 
 # Codes of `Decoded.finish_reason`.
 LIVE, STOP, LENGTH, ERROR = 0, 1, 2, 3
@@ -42,6 +42,17 @@ def stops(sequences: Stops | Sequence[Sequence[int]]) -> Stops | None:
     return Stops(jnp.asarray(padded), jnp.asarray([len(row) for row in rows], jnp.int32))
 
 
+def end_ids(model: Model) -> int | tuple[int, ...]:
+    """Each id that ends a text of the model: one, or several (Llama 3 has three)."""
+    ids = (model.eos_id, *getattr(model, "other_eos_ids", ()))
+    return ids[0] if len(ids) == 1 else ids
+
+
+def listed(eos_id: int | Sequence[int]) -> tuple[int, ...]:
+    """One id or several, as a tuple."""
+    return (int(eos_id),) if np.ndim(eos_id) == 0 else tuple(int(i) for i in eos_id)
+
+
 class Cut(NamedTuple):
     """How much of a block survives.
 
@@ -59,7 +70,7 @@ def cut(
     count: Int[Array, "B"],
     remaining: Int[Array, "B"],
     finish: Int[Array, "B"],
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     broken: Bool[Array, "B"] | bool = False,
     stops: Stops | None = None,
     text: Text | None = None,
@@ -71,7 +82,7 @@ def cut(
       count: tokens the round wants to emit.
       remaining: tokens the row may still emit.
       finish: finish codes before the block; rows that are not `LIVE` keep nothing.
-      eos_id: end of sequence; -1 for none.
+      eos_id: end of sequence; -1 for none, or several ids of which each is one.
       broken: whether the law behind the ``count`` tokens is none; an error unless the row ends
         before.
       stops: sequences that end the text.
@@ -82,7 +93,9 @@ def cut(
     """
     wide = tokens.shape[1]
     index = jnp.arange(wide, dtype=jnp.int32)[None]
-    ends = tokens == eos_id
+    ends = jnp.zeros(tokens.shape, bool)
+    for end in listed(eos_id):
+        ends |= tokens == end
     if stops is not None:
         ends |= completed(stops, text, tokens)
     upto_end = jnp.where(ends & (index < count[:, None]), index + 1, wide + 1).min(1)

@@ -11,13 +11,50 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from specjax.decode import processors, tree
 from specjax.decode import sampling as laws
-from specjax.decode.interfaces import Block, Model, Outcome, Params, Prefilled, Text, TokenTree
+from specjax.decode.interfaces import (
+    Block,
+    Extended,
+    Model,
+    Outcome,
+    Params,
+    Prefilled,
+    Text,
+    TokenTree,
+)
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import DRAFT
+
+
+class Chain(NamedTuple):
+    """A chain while it grows.
+
+    Attributes:
+      open: what the draft has read of it.
+      token: int32 ``[B]``: the newest, which is not read yet.
+      past: the text and the chain before ``token``, where a logit processor wants them.
+    """
+
+    open: Any
+    token: Int[Array, "B"]
+    past: Text | None
+
+
+class Drafted(NamedTuple):
+    """A chain with one more token.
+
+    Attributes:
+      chain: the chain.
+      log_q: ``[B, V]``: the law the token was drawn from.
+      logits: ``[B, 1, V]``: the draft's own, which that law was made from.
+    """
+
+    chain: Chain
+    log_q: Float[Array, "B V"]
+    logits: Float[Array, "B 1 V"]
 
 
 class DraftState(NamedTuple):
@@ -82,38 +119,59 @@ class SmallModel:
         are read in one block; where the first is cached already, its open slot is masked.
         """
         u = laws.uniform(laws.fold(keys, DRAFT), self.gamma)
-        lag = text.length - state.cache.length
-        first = _first_block(text, lag, self.gamma)
-        read = self.model.extend(params.draft, state.cache, first, logits_from=1)
-        past = processors.recall(sampling.processors, text)
-        token, log_q = _sample(read.logits, sampling, past, u[:, 0])
+        first = self.first(params, state, text, sampling, u[:, 0])
 
-        def step(carry, inputs):
-            open, token, past = carry
-            i, u_i = inputs
-            block = _next_block(token, lag, i, self.gamma)
-            read = self.model.extend(params.draft, state.cache, block, open, i + 2)
-            past = processors.remember(past, token)
-            token, log_q = _sample(read.logits, sampling, past, u_i)
-            return (read.open, token, past), (token, log_q)
+        def step(chain, inputs):
+            drafted = self.next(params, state, text, sampling, chain, *inputs)
+            return drafted.chain, (drafted.chain.token, drafted.log_q)
 
         steps = jnp.arange(self.gamma - 1, dtype=jnp.int32)
-        (open, *_), (more, log_qs) = lax.scan(step, (read.open, token, past), (steps, u[:, 1:].T))
-        tokens = jnp.concatenate([token[:, None], more.T], axis=1)
-        log_q = jnp.concatenate([log_q[:, None], log_qs.transpose(1, 0, 2)], axis=1)
-        return tree.chain(tokens, jnp.ones_like(tokens, bool), log_q), DraftState(state.cache, open)
+        chain, (more, log_qs) = lax.scan(step, first.chain, (steps, u[:, 1:].T))
+        tokens = jnp.concatenate([first.chain.token[:, None], more.T], axis=1)
+        log_q = jnp.concatenate([first.log_q[:, None], log_qs.transpose(1, 0, 2)], axis=1)
+        valid = within(self.model, text, self.gamma)
+        return tree.chain(tokens, valid, log_q), DraftState(state.cache, chain.open)
+
+    def first(
+        self,
+        params: Params,
+        state: DraftState,
+        text: Text,
+        sampling: Sampling,
+        u: Float[Array, "B"],
+    ) -> Drafted:
+        """Reads what the cache lacks, and drafts token 0."""
+        block = _first_block(text, text.length - state.cache.length, self.gamma)
+        read = self.model.extend(params.draft, state.cache, block, logits_from=1)
+        return _drafted(read, sampling, processors.recall(sampling.processors, text), u)
+
+    def next(
+        self,
+        params: Params,
+        state: DraftState,
+        text: Text,
+        sampling: Sampling,
+        chain: Chain,
+        i: Int[Array, ""],
+        u: Float[Array, "B"],
+    ) -> Drafted:
+        """Reads token i of a chain, and drafts token i + 1."""
+        block = _next_block(chain.token, text.length - state.cache.length, i, self.gamma)
+        read = self.model.extend(params.draft, state.cache, block, chain.open, i + 2)
+        return _drafted(read, sampling, processors.remember(chain.past, chain.token), u)
 
     def observe(self, params: Params, state: DraftState, outcome: Outcome) -> DraftState:
         """Commits what the block read and what of the chain was accepted.
 
-        After the round the cache lacks the newest token; the last draft was never read, so after
-        full acceptance it lacks one more.
+        After the round the cache lacks the newest token; a row's last draft need not have been read,
+        so after full acceptance it lacks one more.
         """
         del params
         old = outcome.text.length - outcome.count
         lag = old - state.cache.length
-        read = jnp.minimum(lag - 1 + outcome.count, lag + self.gamma - 1)
-        count = jnp.where(outcome.count > 0, read, 0)
+        drafted = outcome.tree.valid.sum(1, dtype=jnp.int32)
+        read = lag + jnp.maximum(drafted, 1) - 1  # without a draft the root was read all the same
+        count = jnp.where(outcome.count > 0, jnp.minimum(lag - 1 + outcome.count, read), 0)
         slots = jnp.arange(self.gamma + 1, dtype=jnp.int32)[None]
         keep = jnp.minimum(slots + (2 - lag)[:, None], self.gamma)
         return state._replace(cache=self.model.commit(state.cache, state.open, keep, count))
@@ -126,6 +184,19 @@ def prefill(model: Model, params: PyTree, target: Prefilled, slots: int) -> Pref
     """A draft's own prefill, which takes from the target's what the draft shares with it."""
     shared = {name: target.taps[name] for name in model.reads}
     return model.prefill(params, target.prompt, slots, **shared)
+
+
+def within(model: Model, text: Text, gamma: int) -> Bool[Array, "B gamma"]:
+    """Which of ``gamma`` drafts come from positions that the draft model has.
+
+    Draft i is what the model says behind token ``length - 1 + i``, which must be one of its longest
+    text. Where it ends before the target's text does, the rest is decoded plainly.
+    """
+    index = jnp.arange(gamma, dtype=jnp.int32)[None]
+    most = getattr(model, "max_positions", None)
+    if most is None:
+        return jnp.ones((text.length.shape[0], gamma), bool)
+    return text.length[:, None] + index <= most
 
 
 def _first_block(text: Text, lag: Int[Array, "B"], gamma: int) -> Block:
@@ -146,6 +217,10 @@ def _next_block(token: Int[Array, "B"], lag: Int[Array, "B"], i: Array, gamma: i
     return Block(token[:, None], (lag + i)[:, None], mask)
 
 
-def _sample(logits: Array, sampling: Sampling, past: Text | None, u: Array) -> tuple[Array, Array]:
-    log_q = laws.log_law(logits, sampling, processors.history(past))[:, 0]
-    return laws.draw(log_q, u.astype(log_q.dtype)), log_q
+def _drafted(
+    read: Extended, sampling: Sampling, past: Text | None, u: Float[Array, "B"]
+) -> Drafted:
+    """Draws a token behind what was read."""
+    log_q = laws.log_law(read.logits, sampling, processors.history(past))[:, 0]
+    token = laws.draw(log_q, u.astype(log_q.dtype))
+    return Drafted(Chain(read.open, token, past), log_q, read.logits)

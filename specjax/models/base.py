@@ -36,6 +36,11 @@ class Base(abc.ABC):
         return self.config.eos_id
 
     @property
+    def other_eos_ids(self) -> tuple[int, ...]:
+        """Further ids that end a text."""
+        return getattr(self.config, "other_eos_ids", ())
+
+    @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 

@@ -126,8 +126,8 @@ class Opt(Causal):
         return out
 
     def embed(self, params: PyTree, tokens: Int[Array, "B M"], places: Places) -> Array:
-        """Embedding and position. Drafts past the longest text read its last position: whatever they
-        are, the length limit cuts them."""
+        """Embedding and position. What lies past the longest text reads its last position: as a target
+        this model's length limit cuts it, as a draft it says nothing that counts."""
         c = self.config
         x = params["embed_tokens"]["weight"].astype(c.dtype)[tokens]
         if "project_in" in params:

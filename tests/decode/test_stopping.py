@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import generate
+from specjax import Sampling, generate, stream
+from specjax.decode import loop, refill, stopping, tree
 from specjax.decode import stats as counters
-from specjax.decode import stopping, tree
+from specjax.decode.interfaces import Params
+from specjax.decode.processors import MinLength
 from specjax.drafters.small_model import SmallModel
 from tests import toys
 from tests.toys import OFF_PATH, play
@@ -198,6 +200,69 @@ def test_another_eos_can_be_asked_for():
     """A1: eos_id 7 in place of the model's."""
     out = play([[5, 1, 7, 8]], [[5, 1, 7, 8]], eos_id=7)
     assert toys.emitted(out) == [[5, 1, 7]]
+
+
+def test_several_eos_can_be_asked_for():
+    """A1: whichever comes first, drafted or the target's own; the model's own is then none."""
+    rows = [[5, 1, 7, 8], [5, 6, 9, 7], [5, 6, 8, 7]]
+    for draft in (rows, [[4]] * 3):
+        out = play(rows, draft, eos_id=[7, 9], max_new=4)
+        assert toys.emitted(out) == [[5, 1, 7], [5, 6, 9], [5, 6, 8, 7]]
+        assert out.finish_reason.tolist() == [stopping.STOP] * 3
+
+
+class Several(toys.Script):
+    """A model with more ids that end a text than its EOS."""
+
+    other_eos_ids = (7, 9)
+
+
+ENDS = [[5, 9, 1, 8], [5, 1, 8, 8], [5, 6, 8, 7]]
+
+
+def pieces(model, **options):
+    """What `stream` yields, row by row."""
+    found = stream(model, toys.scripts(*ENDS), toys.script_prompt(0, 1, 2), **options)
+    rows = [[], [], []]
+    for piece in found:
+        for row, tokens, count in zip(rows, piece.tokens, piece.count, strict=True):
+            row += tokens[:count].tolist()
+    return rows
+
+
+def refilled(model, **options):
+    """What continuous batching gives."""
+    decoder = loop.Decoder(model, options["max_decode_len"], eos_id=stopping.end_ids(model))
+    requests = [refill.Request(i, np.asarray([i], np.int32)) for i in range(3)]
+    params = Params(toys.scripts(*ENDS), None)
+    found = dict(refill.Refill(decoder, 2, 1)(params, requests, Sampling(), jax.random.key(0)))
+    return [found[i].tokens[: found[i].lengths].tolist() for i in range(3)]
+
+
+def test_a_model_s_text_ends_at_any_of_its_ids():
+    """In all that decodes, unless ids are given: then at these alone."""
+    words = [[5, 9], [5, 1], [5, 6, 8, 7]]
+    options = dict(max_decode_len=6)
+    both = (Several(), toys.scripts(*ENDS), toys.script_prompt(0, 1, 2))
+    out = generate(*both, **options)
+    assert toys.emitted(out) == words and out.finish_reason.tolist() == [stopping.STOP] * 3
+    assert pieces(Several(), **options) == refilled(Several(), **options) == words
+    assert stopping.end_ids(Several()) == (1, 7, 9) and stopping.end_ids(toys.Script()) == 1
+    own = [[5, 9, 1], [5, 1], [*ENDS[2], OFF_PATH, OFF_PATH]]
+    assert toys.emitted(generate(*both, eos_id=1, **options)) == own
+    assert pieces(toys.Script(), **options) == own
+
+
+def test_a_minimum_length_forbids_all_ids_that_end_a_text():
+    """transformers': as long as one of them may come, the text may end."""
+    both = (Several(), toys.scripts(*ENDS), toys.script_prompt(0, 1, 2))
+    sampling = Sampling(processors=(MinLength(3, [9, 7, 1]),))
+    out = generate(*both, max_decode_len=6, sampling=sampling)
+    assert (out.lengths >= 3).all() and not np.isin(out.tokens[:, :3], (1, 7, 9)).any()
+    with pytest.raises(
+        ValueError, match=r"MinLength forbids id 1, but text ends at id \(1, 7, 9\)"
+    ):
+        generate(*both, max_decode_len=6, sampling=Sampling(processors=(MinLength(3),)))
 
 
 def test_a_negative_length_is_refused():

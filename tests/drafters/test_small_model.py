@@ -131,6 +131,32 @@ def test_gamma_below_one_is_refused(gamma):
         SmallModel(DRAFT_MODEL, gamma)
 
 
+class Short(toys.Script):
+    """A model whose longest text has 6 tokens."""
+
+    max_positions = 6
+
+
+def test_nothing_is_drafted_behind_the_draft_s_longest_text():
+    """F1: text tokens 1 .. 6 come from positions that a draft of 6 has; the target has no such end."""
+    decoder = loop.Decoder(toys.Script(), 12, SmallModel(Short(), GAMMA))
+    says = [
+        [OFF_PATH - 1 if i in wrong else t for i, t in enumerate(SCRIPT)] for wrong in ((), (1, 4))
+    ]
+    both = Params(toys.scripts(SCRIPT, SCRIPT), toys.scripts(SCRIPT, SCRIPT, says=says))
+    rounds = toys.drive(decoder, both, toys.script_prompt(0, 1))
+    for tree, before, after in rounds:
+        slot = np.asarray(before.text.length)[:, None] + np.arange(GAMMA)
+        np.testing.assert_array_equal(tree.valid, slot <= 6)
+        lag = np.asarray(after.text.length - after.drafter.cache.length)
+        assert np.isin(lag[live(before)], (1, 2)).all()
+    last = rounds[-1].after
+    assert last.text.tokens[:, 1:13].tolist() == [SCRIPT[:12]] * 2
+    # Row 0: 3 drafts, then 2 of 3. Row 1: 2 refused, 3 drafted behind text 3, the last one refused.
+    assert last.stats.drafted.tolist() == [3 + 2, 3 + 3 + 1]
+    assert last.stats.accepted.tolist() == [3 + 2, 1 + 2 + 1]
+
+
 # Caches.
 
 

@@ -149,20 +149,24 @@ def test_a_text_up_to_the_last_position():
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_draft_with_fewer_positions_than_the_target():
-    """F1: target 16, draft 12, prompt 10, 6 tokens, gamma 3: the target's own text. The draft's table
-    ends before the text does; nothing it says there is believed unseen."""
-    model, small = tiny_opt(**WIDE, max_positions=16), tiny_opt(**WIDE, max_positions=12)
+@pytest.mark.parametrize("width", [10, 12, 14])
+def test_a_draft_with_fewer_positions_than_the_target(width):
+    """F1: target 20, draft 12, gamma 3: the target's own text, of which the draft, that agrees as far as
+    its table goes, drafts what comes from positions 0 .. 11 and nothing more."""
+    model, small = tiny_opt(**WIDE, max_positions=20), tiny_opt(**WIDE, max_positions=12)
     params = decoders.init(model, 1)
     draft = params | {"embed_positions": {"weight": params["embed_positions"]["weight"][:14]}}
-    ask = Prompt(jnp.asarray(decoders.words(3, 10)), jnp.full((3,), 10, jnp.int32))
+    ask = Prompt(jnp.asarray(decoders.words(3, width)), jnp.full((3,), width, jnp.int32))
     options = dict(steps=6, eos_id=-1)
     plain = decoders.decode(model, params, ask, **options)
     fast = decoders.decode(model, params, ask, draft, drafter=small, **options)
     np.testing.assert_array_equal(plain.tokens, fast.tokens)
-    assert fast.lengths.tolist() == [6] * 3
-    # The drafts for slots 10, 11, 12 come from positions 9, 10, 11, which both have alike.
-    assert (fast.stats.accepted >= 3).all()
+    # Prompt 10: drafts for slots 10, 11, 12, then the bonus in 13. Prompt 12: one draft, for slot 12.
+    drafted = max(0, 13 - width)
+    assert fast.stats.drafted.tolist() == fast.stats.accepted.tolist() == [drafted] * 3
+    plain_rounds = 6 - drafted - (drafted > 0)
+    assert fast.stats.rounds_plain.tolist() == [plain_rounds] * 3
+    assert fast.stats.rounds.tolist() == [plain_rounds + (drafted > 0)] * 3
 
 
 # Blocks against steps, in float64.
