@@ -25,6 +25,7 @@ REQUIRED = {
     "examples/smollm2_infer.gin": "INFER_OUTPUT_DIR",
     "examples/smollm2_bench.gin": "SPEC_BENCH",
     "examples/smollm2_bench_long.gin": "SPEC_BENCH",
+    "examples/smollm2_methods.gin": "SPEC_BENCH DATASTORE",
     "papers/leviathan2022_table2_ende.gin": "TARGET_CHECKPOINT_PATH DRAFT_SMALL_CHECKPOINT_PATH "
     "DRAFT_BASE_CHECKPOINT_PATH DRAFT_LARGE_CHECKPOINT_PATH VOCABULARY_PATH OUTPUT_DIR",
 }
@@ -34,6 +35,7 @@ PARTS = (
     "papers/leviathan2022_finetune_ende.gin",
     "papers/leviathan2022_finetune_cnndm.gin",
     "runs/finetune.gin",
+    "runs/compared.gin",
     "tpu/models.gin",
     "tpu/decoders.gin",
     "runs/aot_train.gin",

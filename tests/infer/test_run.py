@@ -151,9 +151,10 @@ def test_a_stream_is_of_one_process_and_one_row(folder, tmp_path, monkeypatch):
 
 def test_a_long_prompt_is_shown_by_its_beginning():
     """One line of it, of 72 characters at most."""
-    of = lambda text: streaming._head(
-        Example(3, np.zeros(1, np.int32), {"inputs_pretokenized": text})
-    )  # noqa: E731
+
+    def of(text):
+        return streaming._head(Example(3, np.zeros(1, np.int32), {"inputs_pretokenized": text}))
+
     assert of("a\nb") == "[3] a" and of("") == of("\n") == "[3]"
     assert of("x" * 72) == "[3] " + "x" * 72 and of("x" * 73) == "[3] " + "x" * 71 + "…"
 
