@@ -4,9 +4,10 @@
 
 Writes docs/text_drafters.md and its pictures. Parts: `copy` (node budget x depth: LLMA, parallel,
 hierarchical), `rest` (datastore size x draft nodes), `lookahead` (W, N, G), `verify` (tree against
-sequences, 4 to 123 nodes). Rounds of what looks at text alone are counted on recorded outputs of SmolLM2-135M-Instruct, in the real
-loop (`specjax.bench.replay`); Lookahead decoding and verification run the model. Takes about half an hour on
-two cores; recorded outputs and finished parts are kept in --out and are not made again.
+sequences, 4 to 123 nodes). Rounds of what looks at text alone are counted on recorded outputs of
+SmolLM2-135M-Instruct, in the real loop (`specjax.bench.replay`); Lookahead decoding and verification run
+the model. Takes about half an hour on two cores; recorded outputs and finished parts are kept in --out and
+are not made again.
 """
 
 import argparse
@@ -288,8 +289,8 @@ def _copy_section(rows: list[dict]) -> list[str]:
     return [
         "## Node budget and depth", "",
         "Branch length (depth) and decoding length (budget) of Alibaba's Lookahead (2312.12728). A single",
-        "span (LLMA, prompt lookup) has no budget beside its length. Parallel branches pay for every token of",
-        "every branch, the hierarchical tree pays once for what they share, and so holds more of them.", "",
+        "span (LLMA, prompt lookup) has no budget beside its length. Parallel branches pay for every token",
+        "of every branch, the hierarchical tree pays once for what they share, and so holds more of them.", "",
         *_table(["method", "depth", *(f"{b} nodes" for b in budgets)], lines), "",
         f"By task, hierarchical with {best['budget']} nodes and depth {best['depth']}, beside LLMA of that",
         "length:", "",
@@ -331,8 +332,8 @@ def _lookahead_section(rows: list[dict]) -> list[str]:
     every = [r for r in rows if r["task"] == "all"]
     return [
         "## W, N and G of Lookahead decoding", "",
-        "Three prompts each of three tasks. Steps fall as the window grows; so many tokens a step are free on",
-        "an accelerator only.",
+        "Three prompts each of three tasks. Steps fall as the window grows; so many tokens a step are free",
+        "on an accelerator only.",
         "", *_table(["W", "N", "G", "nodes", "tokens per round"],
                     [[r["W"], r["N"], r["G"], r["nodes"], r["tokens_per_round"]] for r in every]), "",
         "![Tokens per round over the window](img/sweep_lookahead.png)",
@@ -353,9 +354,9 @@ def _verify_section(rows: list[dict]) -> list[str]:
                       one["temporary_mb"], other["temporary_mb"]])  # fmt: skip
     return [
         "## Tree attention against a row for every branch", "",
-        "One forward of the target behind a HumanEval prompt; cost in plain steps, temporary memory of the",
-        "compiled step in MB. Sequences read a token again for every branch through it, and copy the cache for",
-        "every branch.", "",
+        "One forward of the target behind a HumanEval prompt; cost in plain steps, temporary memory of",
+        "the compiled step in MB. Sequences read a token again for every branch through it, and copy the",
+        "cache for every branch.", "",
         *_table(["nodes", "branches", "tokens (tree)", "tokens (sequences)", "steps (tree)",
                  "steps (sequences)", "MB (tree)", "MB (sequences)"], lines), "",
         "![Cost over tree nodes](img/sweep_verify.png)",
