@@ -290,7 +290,7 @@ def _copy_section(rows: list[dict]) -> list[str]:
         "## Node budget and depth", "",
         "Branch length (depth) and decoding length (budget) of Alibaba's Lookahead (2312.12728). A single",
         "span (LLMA, prompt lookup) has no budget beside its length. Parallel branches pay for every token",
-        "of every branch, the hierarchical tree pays once for what they share, and so holds more of them.", "",
+        "of every branch, the hierarchical tree once for what they share, and so holds more of them.", "",
         *_table(["method", "depth", *(f"{b} nodes" for b in budgets)], lines), "",
         f"By task, hierarchical with {best['budget']} nodes and depth {best['depth']}, beside LLMA of that",
         "length:", "",
