@@ -168,6 +168,10 @@ class Tokenizer(Base):
         stream = Stream(self, skip_special_tokens=skip_special_tokens, to_eos=to_eos)
         return stream.push(ids) + stream.end()
 
+    def stream(self) -> Stream:
+        """As `decode`, piece by piece; each id is decoded once."""
+        return Stream(self)
+
     def prompts(
         self, texts: Sequence[str | Sequence[int]], length: int, *, truncate: bool = False
     ) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import sentencepiece
@@ -31,6 +32,18 @@ SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.model")
 T5_EXTRA_IDS = 100
 BYTE_OFFSET = 3
 BYTE_EXTRA_IDS = 125  # ByT5's table has 384 rows, of which 259 are used
+
+
+class Stream(Protocol):
+    """Text that comes piece by piece: all pieces together are what `Base.decode` makes of all ids."""
+
+    def push(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Takes the next ids, and gives what text they complete."""
+        ...
+
+    def end(self) -> str:
+        """Gives what was held back."""
+        ...
 
 
 class Base(abc.ABC):
@@ -71,6 +84,10 @@ class Base(abc.ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text up to the first EOS."""
 
+    def stream(self) -> Stream:
+        """Turns ids that come one after the other into text that comes piece by piece."""
+        return Grown(self)
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for two vocabularies whose ids mean the same: same pieces, not only as many."""
@@ -105,6 +122,30 @@ class Base(abc.ABC):
             ids[i, : len(row)] = row
             lengths[i] = len(row)
         return ids, lengths
+
+
+class Grown:
+    """A `Stream` for any vocabulary whose longer texts begin with their shorter ones.
+
+    It decodes the whole text again with each piece. A character whose bytes are not all there decodes
+    to U+FFFD, or to nothing: what ends in the former is held back.
+    """
+
+    def __init__(self, vocabulary: Base):
+        self._vocabulary, self._ids, self._given = vocabulary, [], 0
+
+    def push(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Takes the next ids, and gives what text they complete; nothing behind EOS."""
+        self._ids.extend(int(i) for i in ids)
+        return self._give(self._vocabulary.decode(self._ids).rstrip("\ufffd"))
+
+    def end(self) -> str:
+        """Gives what was held back."""
+        return self._give(self._vocabulary.decode(self._ids))
+
+    def _give(self, text: str) -> str:
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return new
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 from rich import progress
 
 from specjax import config, runs
@@ -22,7 +23,7 @@ from specjax.decode.loop import Decoded, Decoder
 from specjax.decode.refill import Refill, Request
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import SpeculativeSampling
-from specjax.infer import system
+from specjax.infer import streaming, system
 from specjax.infer.outputs import Outputs
 from specjax.infer.system import Checkpoint, System
 from specjax.partitioning import hosts
@@ -96,6 +97,7 @@ def infer(
     stop: Sequence[Sequence[int]] = (),
     settings: Settings = Settings(),
     partitioner: Partitioner | None = None,
+    stream: bool = False,
 ) -> epath.Path:
     """Decodes a source into ``<task>-predict.jsonl-SSSSS-of-NNNNN``, in input order.
 
@@ -112,14 +114,19 @@ def infer(
       stop: sequences of ids that end a text, besides EOS.
       settings: sizes.
       partitioner: the devices to decode on, of all processes; None decodes on one.
+      stream: decode one prompt at a time, whatever the batch size, and print each text as it grows;
+        the file is the same. For reading along, not for speed: the host waits for every round.
 
     Returns:
       The finished file.
 
     Raises:
-      ValueError: an input is too long, a checkpoint does not fit, or ``output_dir`` holds another
-        run.
+      ValueError: an input is too long, a checkpoint does not fit, ``output_dir`` holds another run, or
+        ``stream`` is asked for in several processes or on a mesh that splits rows.
     """
+    mesh = None if partitioner is None else partitioner.mesh
+    if stream:
+        streaming.check(mesh)
     getattr(verifier, "check", lambda _: None)(sampling)
     sampling.check()
     loaded = system.load(target, drafter, draft, partitioner)
@@ -127,12 +134,14 @@ def infer(
     how = {"verifier": verifier, "sampling": sampling, "stop": stopping.stops(stop)}
     everything = _examples(source, loaded, settings)
     examples = everything[settings.shard :: settings.num_shards]
-    engine = _engine(loaded, verifier, len(examples), settings, partitioner)
+    engine = None if stream else _engine(loaded, verifier, len(examples), settings, mesh)
     where = Outputs(
         output_dir, source.name, len(examples), settings.shard, settings.num_shards,
         settings.part_size,
     )  # fmt: skip
     described = _describe(source, loaded, everything, how, settings)
+    if stream:  # another program, in which a score's last digit may round differently
+        described["stream"] = True
 
     def claim() -> list[int]:
         runs.claim(output_dir, described)
@@ -142,7 +151,11 @@ def infer(
     missing = hosts.decide(claim)
     if missing:
         began, counts = time.perf_counter(), []
-        decoded = _decode(loaded, engine, [examples[i] for i in missing], how, settings)
+        todo = [examples[i] for i in missing]
+        if stream:
+            decoded = _stream(loaded, todo, how, settings, mesh)
+        else:
+            decoded = _decode(loaded, engine, todo, how, settings)
         lines = _lines(loaded, examples, decoded, settings, counts)
         if hosts.leads():
             where.collect(lines)
@@ -220,10 +233,9 @@ def _engine(
     verifier: Verifier,
     count: int,
     settings: Settings,
-    partitioner: Partitioner | None,
+    mesh: Mesh | None,
 ) -> Refill:
     """The batch of a shard of ``count`` examples: the same however many are left to decode."""
-    mesh = None if partitioner is None else partitioner.mesh
     decoder = Decoder(
         loaded.target,
         settings.max_decode_len,
@@ -249,6 +261,20 @@ def _decode(
         yield from progress.track(
             found, total=len(requests), description="decoding", disable=not hosts.leads()
         )
+
+
+def _stream(
+    loaded: System,
+    examples: Sequence[Example],
+    how: dict,
+    settings: Settings,
+    mesh: Mesh | None,
+) -> Iterator[tuple[int, Decoded]]:
+    """As `_decode`, in the examples' order, while the texts are printed."""
+    options = how | {"stop": how["stop"] or (), "key": jax.random.key(settings.seed)}
+    options["max_decode_len"] = settings.max_decode_len
+    with jax.default_matmul_precision("highest"):
+        yield from streaming.decode(loaded, examples, settings.input_length, mesh, **options)
 
 
 def _lines(

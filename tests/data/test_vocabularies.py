@@ -160,3 +160,42 @@ def test_as_many_pieces_are_not_the_same_pieces(tmp_path):
 def test_special_ids_count(tmp_path):
     processor = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
     assert Vocabulary(processor).fingerprint != Vocabulary(processor, eos_id=2).fingerprint
+
+
+@pytest.fixture(scope="module")
+def with_bytes(tmp_path_factory) -> str:
+    """A model that spells what it has no piece for in bytes."""
+    path = tmp_path_factory.mktemp("bytes") / "spiece.model"
+    model = sentencepiece_model_pb2.ModelProto.FromString(MODEL.read_bytes())
+    model.trainer_spec.byte_fallback = True
+    for byte in range(256):
+        model.pieces.add(piece=f"<0x{byte:02X}>", score=-30.0, type=PIECE.BYTE)
+    path.write_bytes(model.SerializeToString())
+    return str(path)
+
+
+def test_a_stream_gives_whole_characters(with_bytes):
+    """Some bytes of one are held back; at the end they are what `decode` makes of them."""
+    for vocabulary in (Vocabulary.load(with_bytes), Bytes()):
+        spelled = vocabulary.encode("中")[-3:]
+        stream = vocabulary.stream()
+        said = [stream.push([i]) for i in [*vocabulary.encode("a"), *spelled, *spelled[:2]]]
+        assert "".join(said[:-5]) == "a" and said[-5:] == ["", "", "中", "", ""]
+        whole = vocabulary.decode([*vocabulary.encode("a"), *spelled, *spelled[:2]])
+        assert "".join(said) + stream.end() == whole
+
+
+@pytest.mark.parametrize("kind", ["sentinels", "bytes", "no pieces"])
+def test_the_parts_of_a_stream_are_the_whole_text(t5, with_bytes, kind):
+    """Random ids, special ones and such as are none among them, in random parts."""
+    paths = {"sentinels": (t5, 100), "bytes": (with_bytes, 0)}
+    vocabulary = Vocabulary.load(*paths[kind]) if kind in paths else Bytes(10)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ids = rng.integers(0, vocabulary.size + 3, rng.integers(0, 20)).tolist()
+        if kind == "bytes":  # half of them
+            ids = [i if rng.random() < 0.5 else vocabulary.size - 1 - i % 256 for i in ids]
+        cuts = np.sort(rng.integers(0, len(ids) + 1, 5))
+        stream = vocabulary.stream()
+        parts = [stream.push(part) for part in np.split(np.asarray(ids, np.int32), cuts)]
+        assert "".join(parts) + stream.end() == vocabulary.decode(ids)

@@ -16,15 +16,17 @@ import pytest
 
 from specjax import Prompt, Sampling, assets, generate
 from specjax.checkpoints import int8
-from specjax.data.sources import TextFile
+from specjax.data.sources import Example, TextFile
 from specjax.data.vocabulary import Vocabulary
 from specjax.decode.processors import MinLength
 from specjax.drafters.ngram import Ngram
 from specjax.drafters.small_model import SmallModel
-from specjax.infer import run, system
+from specjax.infer import run, streaming, system
 from specjax.infer.run import Settings
 from specjax.infer.system import Checkpoint
 from specjax.models.t5 import T5, T5Config
+from specjax.partitioning import mesh as meshes
+from specjax.partitioning.rules import Partitioner
 from specjax.training.batches import TokenPairs, save_pairs
 
 LENGTHS = {"inputs": 24, "targets": 12}
@@ -58,12 +60,22 @@ def folder(tmp_path_factory):
     return root
 
 
-def infer(folder, out, *, drafter=SmallModel, sampling=Sampling(), **settings):
+def infer(
+    folder,
+    out,
+    *,
+    drafter=SmallModel,
+    sampling=Sampling(),
+    stream=False,
+    partitioner=None,
+    **settings,
+):
     draft = None if drafter is None else Checkpoint(str(folder / "draft.safetensors"))
     options = {"task_feature_lengths": LENGTHS, "batch_size": 4, "part_size": 4} | settings
     return run.infer(
         TextFile(str(folder / "in.txt")), Checkpoint(str(folder / "target.safetensors")), str(out),
-        drafter, draft, sampling=sampling, settings=Settings(**options),
+        drafter, draft, sampling=sampling, settings=Settings(**options), stream=stream,
+        partitioner=partitioner,
     )  # fmt: skip
 
 
@@ -84,6 +96,63 @@ def test_predictions_are_what_generate_says_in_input_order(folder, tmp_path):
         assert line["aux"]["length"] == len(ids)
         assert line["aux"]["finish_reason"] in ("stop", "length")
     assert (tmp_path / "config.gin").exists()
+
+
+def test_a_stream_prints_the_text_and_writes_the_same_file(folder, tmp_path, monkeypatch, capsys):
+    """Sampled, in the order of the input, some tokens at a time, whatever the batch size is."""
+    hot = dict(sampling=Sampling(1.0), include_tokens=True)
+    lines = read(infer(folder, tmp_path / "file", **hot))
+    capsys.readouterr()
+    shown, write = [], sys.stdout.write
+    monkeypatch.setattr(sys.stdout, "write", lambda text: (shown.append(text), write(text))[1])
+    streamed = read(infer(folder, tmp_path / "stream", stream=True, **hot))
+    for line in lines:
+        line["aux"]["scores"] = pytest.approx(line["aux"]["scores"], abs=1e-4)
+    assert streamed == lines
+    heads = [f"[{i}] {text}".rstrip() for i, text in enumerate(TEXTS)]
+    told = [f"{a}\n{b['prediction']}\n\n" for a, b in zip(heads, streamed, strict=True)]
+    assert capsys.readouterr().out.startswith("".join(told))
+    first = shown[1 : shown.index("[1]\n")]
+    assert len(first) == lines[0]["aux"]["rounds"] + 1 > 3
+    assert "".join(first) == lines[0]["prediction"] + "\n\n"
+
+
+def test_a_stream_goes_on_where_it_was(folder, tmp_path, monkeypatch, capsys):
+    """And what is there is not told again; a run that was not streamed is another one."""
+    whole = infer(folder, tmp_path / "whole", stream=True).read_text()
+    monkeypatch.setattr(run.Outputs, "join", lambda self: self.final)
+    infer(folder, tmp_path / "cut", stream=True)
+    monkeypatch.undo()
+    sorted((tmp_path / "cut").glob("tmp-*/part_*"))[1].unlink()
+    capsys.readouterr()
+    assert infer(folder, tmp_path / "cut", stream=True).read_text() == whole
+    heads = [x for x in capsys.readouterr().out.splitlines() if x.startswith("[")]
+    assert heads == [f"[{i}] {TEXTS[i]}" for i in range(4, 8)]
+    with pytest.raises(ValueError, match="holds another run .*stream"):
+        infer(folder, tmp_path / "cut")
+
+
+def test_a_stream_is_of_one_process_and_one_row(folder, tmp_path, monkeypatch):
+    """Refused before anything is loaded or written."""
+    with pytest.raises(ValueError, match="the mesh has 8 groups of devices for rows; set NUM_PART"):
+        infer(folder, tmp_path / "out", stream=True, partitioner=Partitioner(meshes.make(1)))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        ValueError, match="one prompt after the other in one process, this run has 2"
+    ):
+        infer(folder, tmp_path / "out", stream=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_long_prompt_is_shown_by_its_beginning():
+    """One line of it, of 72 characters at most."""
+
+    def of(text):
+        example = Example(3, np.zeros(1, np.int32), {"inputs_pretokenized": text})
+        return streaming._head(example)
+
+    assert of("a\nb") == "[3] a" and of("") == of("\n") == "[3]"
+    assert of("x" * 72) == "[3] " + "x" * 72 and of("x" * 73) == "[3] " + "x" * 71 + "…"
 
 
 def test_batches_and_shards_change_no_output(folder, tmp_path):
