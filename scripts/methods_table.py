@@ -84,7 +84,7 @@ def _facts(content: dict) -> list[str]:
     compared = [r for r in content["rows"] if r["gamma"] and r["identical"] is not None]
     same = sum(r["identical"] for r in compared)
     ties = sum(len(r["differences"]) for r in compared)
-    return [text, f"Greedy output identical to plain decoding's in {same} of {len(compared)} rows of the table"
+    return [text, f"Greedy output identical to plain decoding's in {same} of {len(compared)} rows"
             + (f" ({ties} outputs differ at near-ties)." if ties else ".")]  # fmt: skip
 
 
