@@ -8,7 +8,6 @@ References:
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int, Key
 
 from specjax.decode import tree
@@ -95,21 +94,14 @@ class PromptLookup:
         if not self.output:
             tokens = jnp.where(emitted, suffixes.NOTHING, tokens)
         length = suffixes.matches(tokens, suffixes.newest(text, self.max_match), self.eos_id)
-        length, at = self.best(length)
+        first = self.tie == FIRST
+        length, at = suffixes.longest(length, self.max_match, self.spans, first=first)
         spans = suffixes.behind(tokens, at, self.depth, self.eos_id)
         spans = jnp.where((length >= self.min_match)[..., None], spans, suffixes.NOTHING)
         if self.spans == 1:
             valid = spans[:, 0] >= 0
             return tree.chain(jnp.where(valid, spans[:, 0], 0), valid, None), state
         return tree.merge(spans, jnp.zeros(at.shape, jnp.float32), self.nodes), state
-
-    def best(self, length: Int[Array, "B S"]) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
-        """The longest matches and their slots, the best first; fewer than `spans` in a short text."""
-        slots = length.shape[1]
-        place = jnp.arange(slots, dtype=jnp.int32)[None]
-        place = slots - 1 - place if self.tie == FIRST else place
-        _, at = lax.top_k(length * slots + place, min(self.spans, slots))
-        return jnp.take_along_axis(length, at, axis=1), at
 
     def observe(self, params: Params, state, outcome: Outcome):
         del params, outcome

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.decode import tree
@@ -156,12 +155,12 @@ class Trie:
         del sampling, keys
         tokens, output = self.known(params.draft, state, text)
         length = suffixes.matches(tokens, suffixes.newest(text, self.max_match), self.eos_id)
-        length, at = best(jnp.where(self.counts(output), length, 0), self.places)
+        length = jnp.where(self.counts(output), length, 0)
+        length, at = suffixes.longest(length, self.max_match, self.places)
         branches = suffixes.behind(tokens, at, self.depth, self.eos_id)
-        branches = jnp.where((length > 0)[..., None], branches, NOTHING)
-        branches = jnp.where(
-            (length >= self.long_enough(branches, length)[:, None])[..., None], branches, NOTHING
-        )
+        keep = lambda which: jnp.where(which[..., None], branches, NOTHING)  # noqa: E731
+        branches = keep(length > 0)
+        branches = keep(length >= self.long_enough(branches, length)[:, None])
         # What follows a place says whose n-gram it is.
         output = jnp.take_along_axis(jnp.pad(output, ((0, 0), (0, 1))), at + 1, axis=1)
         if self.mode == SINGLE:
@@ -195,10 +194,12 @@ class Trie:
         Branches stand with longer matches first, so a node whose first branch has a match of n tokens is
         below all suffixes of up to n.
         """
-        _, new = shared(branches)
+        alike = shared(branches)
+        itself = jnp.arange(length.shape[1], dtype=jnp.int32)[None, :, None]
+        new = alike.any(2) & (alike.argmax(2).astype(jnp.int32) == itself)
         below = jnp.arange(1, self.max_match + 1, dtype=jnp.int32)
-        there = length[:, None] >= below[None, :, None]
-        nodes = jnp.where(there, new.sum(-1, dtype=jnp.int32)[:, None], 0).sum(-1)
+        there = length[..., None] >= below[None, None]
+        nodes = jnp.where(there, new.sum(-1, dtype=jnp.int32)[..., None], 0).sum(1)
         wide = nodes >= max(self.enough, 1)
         return jnp.where(wide, below[None], 1).max(-1)
 
@@ -234,36 +235,23 @@ class Trie:
         return state
 
 
-def best(length: Int[Array, "B S"], count: int) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
-    """The longest matches and their slots, of equally long ones the last first."""
-    slots = length.shape[1]
-    place = jnp.arange(slots, dtype=jnp.int32)[None]
-    _, at = lax.top_k(length * slots + place, min(count, slots))
-    return jnp.take_along_axis(length, at, axis=1), at
-
-
-def shared(
-    branches: Int[Array, "B M L"],
-) -> tuple[Bool[Array, "B M M L"], Bool[Array, "B M L"]]:
-    """(which branches (axis 2) begin like each one, up to each token; whether it is the first that does)."""
-    there = branches[:, :, None] >= 0
-    alike = (branches[:, :, None] == branches[:, None]) & there
-    alike = jnp.cumprod(alike, axis=-1, dtype=jnp.int32) > 0
-    itself = jnp.arange(branches.shape[1], dtype=jnp.int32)[None, :, None]
-    return alike, alike.any(2) & (alike.argmax(2).astype(jnp.int32) == itself)
+def shared(branches: Int[Array, "B M L"]) -> Bool[Array, "B M M L"]:
+    """Which branches (axis 2) begin like each one (axis 1), up to each of its tokens."""
+    alike = (branches[:, :, None] == branches[:, None]) & (branches[:, :, None] >= 0)
+    return jnp.cumprod(alike, axis=-1, dtype=jnp.int32) > 0
 
 
 def frequencies(
-    branches: Int[Array, "B M L"], weights: Float[Array, "B M"]
-) -> tuple[Float[Array, "B M L"], Bool[Array, "B M M L"]]:
-    """The weight of the node at each token, and `shared`'s first."""
-    alike, _ = shared(branches)
-    return jnp.where(alike, weights[:, None, :, None], 0).sum(2), alike
+    alike: Bool[Array, "B M M L"], weights: Float[Array, "B M"]
+) -> Float[Array, "B M L"]:
+    """What the node at each token weighs."""
+    return jnp.where(alike, weights[:, None, :, None], 0).sum(2)
 
 
 def heaviest_branch(branches: Int[Array, "B M L"], weights: Float[Array, "B M"]) -> TokenTree:
     """From the root the heaviest child, and so on; of equal ones the first."""
-    weight, alike = frequencies(branches, weights)
+    alike = shared(branches)
+    weight = frequencies(alike, weights)
     alive = jnp.ones(weights.shape, bool)
     for level in range(branches.shape[2]):
         here = jnp.where(alive, weight[:, :, level], 0)
@@ -280,7 +268,8 @@ def whole_branches(
     branches: Int[Array, "B M L"], weights: Float[Array, "B M"], budget: int
 ) -> TokenTree:
     """Branches that are no part of another one, the heaviest first, until their lengths fill the budget."""
-    weight, alike = frequencies(branches, weights)
+    alike = shared(branches)
+    weight = frequencies(alike, weights)
     length = (branches >= 0).sum(-1, dtype=jnp.int32)
     end = jnp.maximum(length - 1, 0)[..., None]
     weight = jnp.take_along_axis(weight, end, axis=2)[..., 0]
