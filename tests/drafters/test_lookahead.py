@@ -341,13 +341,12 @@ def test_greedy_llama_is_plain_llama():
     assert shared > 5
 
 
-@pytest.mark.parametrize("rule", [GreedyMatch(), SpeculativeSampling()], ids=["greedy", "sampling"])
-def test_processors_see_the_way_to_every_node(rule):
-    """I1: the penalty of a repeated token counts inside of the block."""
-    sampling = Sampling(processors=(RepetitionPenalty(1.3),))
-    ask = toys.ask(3)
-    (plain, params), (spec, _) = (
-        t5(3, ask, drafter, sampling=sampling, verifier=rule) for drafter in (None, T5_DRAFTER)
+def test_processors_see_the_way_to_every_node():
+    """I1: the penalty of a repeated token counts inside of the block; by another rule for trees."""
+    sampling, ask = Sampling(processors=(RepetitionPenalty(1.3),)), toys.ask(3)
+    (plain, _), (spec, _) = (
+        t5(3, ask, drafter, sampling=sampling, verifier=GreedyMatch())
+        for drafter in (None, T5_DRAFTER)
     )
     assert toys.emitted(plain) == toys.emitted(spec)
 
@@ -355,11 +354,15 @@ def test_processors_see_the_way_to_every_node(rule):
 def test_lengths_and_ends():
     """A5, invariant 6: exactly as many tokens as asked, in buffers that the deepest block fits."""
     after = cycle(3)
-    for steps in (1, 2, 7):
-        for drafter in (Lookahead(6, 4, 2), Lookahead(6, 2, 0)):
-            out = on_table(drafter, after, steps=steps)
-            assert out.lengths.tolist() == [steps] * 4
-            assert out.tokens.tolist() == on_table(None, after, steps=steps).tokens.tolist()
+    for steps, drafter in (
+        (1, Lookahead(6, 4, 2)),
+        (9, Lookahead(6, 3, 2)),
+        (5, Lookahead(6, 2, 0)),
+    ):
+        out = on_table(drafter, after, steps=steps)
+        assert out.lengths.tolist() == [steps] * 4
+        np.testing.assert_array_equal(out.tokens[:, 0], after[0])
+        np.testing.assert_array_equal(out.tokens[:, 1:], after[np.asarray(out.tokens[:, :-1])])
     eos = int(after[after[after[after[0]]]])  # the fourth token
     out = on_table(Lookahead(6, 4, 2), after, eos_id=eos)
     assert out.lengths.tolist() == [4] * 4 and (out.finish_reason == stopping.STOP).all()
@@ -397,7 +400,7 @@ def test_padding_is_never_read():
     prefilled = TABLE.prefill(table(after), ask, 8)
     window = np.asarray(drafter.init(Params(None, None), prefilled, 8).window)
     for row, words in zip(window, PROMPTS, strict=True):
-        assert set(row.ravel().tolist()) == set(words)
+        assert set(row.ravel().tolist()) <= set(words)
 
 
 def test_decodes_of_one_prompt_have_windows_of_their_own():
@@ -450,7 +453,11 @@ def _outcomes(decoder, params, state, sampling, u, next_token, residual):
     decoder = dataclasses.replace(decoder, verifier=rule)
     after = loop.speculative_round(decoder, params, state, sampling=sampling)
     accept, low = jnp.exp(rule.verdict.log_accept), u == 0
-    trial = jnp.where(rule.tree.judged & rule.tree.valid, jnp.where(low, accept, 1 - accept), ~low)
+    trial = jnp.where(
+        rule.tree.judged & rule.tree.valid,
+        jnp.where(low, accept, 1 - accept),
+        jnp.where(low, 0.0, 1.0),
+    )
     law = jnp.exp(rule.verdict.log_next)
     return after, trial.prod(1) * jnp.take_along_axis(law, next_token[:, None], axis=1)[:, 0]
 
@@ -483,7 +490,7 @@ def enumerated(drafter, logits, steps, pool, residual=True):
             after, weight = _outcomes(
                 decoder, params, rows, sampling, jnp.asarray(u), next_token, residual
             )
-            after, weight = jax.tree.map(np.asarray, (after._replace(keys=None), weight))
+            after, weight = jax.tree.map(np.array, (after._replace(keys=None), weight))
             for b in np.flatnonzero(weight):
                 row = jax.tree.map(lambda x, b=b: x[b : b + 1], after)._replace(keys=state.keys)
                 length, here = int(row.text.length[0]), chance * weight[b]
@@ -503,7 +510,7 @@ def enumerated(drafter, logits, steps, pool, residual=True):
 @pytest.mark.parametrize("follow", [False, True])
 def test_the_law_of_whole_outputs_is_exact(follow):
     """B18, C1, invariant 2: all outputs of four tokens, by enumeration of the loop's own rounds."""
-    logits = toys.table_pair(3)[0]
+    logits = toys.table_pair(3, spread=0.7)[0]
     pool = [[0, 1, 2], [0, 1, 1], [1, 2, 0], [2, 2, 2], [2, 0, 1], [1, 2, 1]]
     drafter = Lookahead(2, 3, 2, pool=8, follow=follow)
     law, several = enumerated(drafter, logits, 4, pool)
