@@ -31,8 +31,10 @@ LENGTHS = {"inputs": 16, "targets": 12}
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Shipped examples as the corpus that scripts/build_debian.py would have written."""
+    """Shipped examples as the corpus that scripts/build_debian.py would have written; so few that
+    to shuffle among more would be to read them again and again."""
     monkeypatch.setenv("SPECJAX_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(seqio_batches, "APART", 16)
     for split, half in (("train", "calibration"), ("validation", "report")):
         rows = [dataclasses.asdict(e) for e in samples.load_heldout("debian_ende", half)[:12]]
         text = "".join(json.dumps(row) + "\n" for row in rows)

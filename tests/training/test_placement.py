@@ -1,6 +1,7 @@
 """Training on a mesh: the single device's losses and parameters, on any split."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -35,13 +36,26 @@ def close(a, b):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5)
 
 
+@pytest.fixture(scope="module")
+def one_device(data, tmp_path_factory):  # noqa: F811
+    """The state after four steps on one device, by optimizer."""
+    folder = tmp_path_factory.mktemp("alone")
+    return functools.cache(lambda name: train(data, folder / name, 4, optimizer=name))
+
+
 @pytest.mark.parametrize(
     ("parts", "dims", "optimizer"), [(1, 1, "adam"), (4, 1, "adam"), (2, 2, "adafactor")]
 )
-def test_a_mesh_trains_what_one_device_does(data, tmp_path, parts, dims, optimizer):  # noqa: F811
+def test_a_mesh_trains_what_one_device_does(
+    data,  # noqa: F811
+    one_device,
+    tmp_path,
+    parts,
+    dims,
+    optimizer,
+):
     """Rows, heads and both dimensions of parameters split; resumed on one device half way."""
-    place = partitioner(parts, dims)
-    alone = train(data, tmp_path / "alone", 4, optimizer=optimizer)
+    place, alone = partitioner(parts, dims), one_device(optimizer)
     apart = train(data, tmp_path / "apart", 4, place, optimizer)
     close(alone, apart)
     weight = apart.params["decoder"]["layers_0"]["mlp"]["wo"]["weight"]
