@@ -1,12 +1,19 @@
 """Training batches from seqio tasks and mixtures, by position; TensorFlow is imported when used."""
 
+import atexit
 import dataclasses
 import functools
+import gc
 import importlib
-from collections.abc import Callable
+import math
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+# Examples among which each shard is shuffled once more.
+APART = 256
 
 MODULES = ("specjax.data.tasks", "specjax.data.t5_tasks")
 
@@ -42,6 +49,10 @@ class SeqioBatches:
     The order follows from the seed, so a position always holds the same batch. Positions in order
     stream; a resumed run skips what it has read, which takes as long as reading it.
 
+    The task is read as a fixed number of seqio's shards, each of which gives as many rows that lie
+    side by side. A process opens the shards of its own rows and no others, so what a row holds does
+    not depend on how many processes there are. (T5X has as many shards as it has readers.)
+
     Attributes:
       name: a seqio task or mixture.
       lengths: ``{"inputs": …, "targets": …}`` in ids, EOS included; longer ones are cut.
@@ -53,6 +64,9 @@ class SeqioBatches:
       model: what reads the batches; the task must not have more pieces than its ``vocab_size``.
       use_cached: read the task's cached examples, from seqio's cache directories.
       modules: imported first, so that they register the task; ours and T5's by default.
+      shards: a divisor of ``batch_size``, at best a multiple of the number of processes. By default
+        up to 8, and 1 of a single pass, which ends with its shortest shard. Of a source with fewer
+        files each shard reads all examples, and tokenises its own.
     """
 
     name: str
@@ -64,11 +78,19 @@ class SeqioBatches:
     model: Any = None
     use_cached: bool = False
     modules: tuple[str, ...] = MODULES
+    shards: int | None = None
 
     def __post_init__(self):
         missing = {"inputs", "targets"} - set(self.lengths)
         if missing:
             raise ValueError(f"TASK_FEATURE_LENGTHS has no {' and no '.join(sorted(missing))}")
+        if self.shards is None:
+            shards = math.gcd(self.batch_size, 8) if self.batches is None else 1
+            object.__setattr__(self, "shards", shards)
+        if self.shards < 1 or self.batch_size % self.shards:
+            raise ValueError(
+                f"{self.name}: a batch of {self.batch_size} does not divide over {self.shards} shards"
+            )
 
     def __len__(self) -> int:
         if self.batches is None:
@@ -78,7 +100,7 @@ class SeqioBatches:
     @functools.cached_property
     def _length(self) -> int:
         """How many full batches one pass has, up to ``batches``."""
-        found = sum(1 for _ in self._dataset().take(self.batches))
+        found = sum(1 for _ in self._dataset(range(self.shards)).take(self.batches))
         if not found:
             raise ValueError(
                 f"{self.name}, {self.split}: fewer than the {self.batch_size} examples of one batch"
@@ -92,22 +114,42 @@ class SeqioBatches:
           IndexError: there are fewer.
           ValueError: the split has too few examples for one batch.
         """
+        return self.part(position, np.arange(self.batch_size))
+
+    def part(self, position: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """These rows of the batch at a position; only their shards are read.
+
+        Args:
+          position: which batch.
+          rows: int ``[N]``.
+
+        Raises:
+          IndexError, ValueError: as for a whole batch.
+        """
         if self.batches is not None and not 0 <= position < len(self):
             raise IndexError(f"{self.name}: batch {position} of {len(self)}")
-        return self._read(position)
+        share = self.batch_size // self.shards
+        shards = np.unique(rows // share)
+        read = self._read(position, tuple(shards.tolist()))
+        places = np.searchsorted(shards, rows // share) * share + rows % share
+        return _model_inputs({name: x[places] for name, x in read.items()})
 
-    def _read(self, position: int) -> dict[str, np.ndarray]:
+    def _read(self, position: int, shards: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """What these shards give for the batch at a position, one behind the other."""
+        if shards not in self._readers:
+            self._check()
+            self._readers[shards] = _Reader(functools.partial(self._dataset, shards))
         try:
-            return _model_inputs(self._reader.read(position))
+            return self._readers[shards].read(position)
         except StopIteration:
             raise ValueError(
-                f"{self.name}, {self.split}: there is no batch {position} of {self.batch_size} examples"
+                f"{self.name}, {self.split}: there is no batch {position} of {self.batch_size} "
+                f"examples in {self.shards} shards"
             ) from None
 
     @functools.cached_property
-    def _reader(self) -> "_Reader":
-        self._check()
-        return _Reader(self._dataset)
+    def _readers(self) -> dict[tuple[int, ...], "_Reader"]:
+        return {}
 
     def _check(self) -> None:
         task = find(self.name, self.modules)
@@ -119,34 +161,68 @@ class SeqioBatches:
                     f"{self.model.vocab_size} rows"
                 )
 
-    def _dataset(self) -> Any:
-        """Built anew for every pass: one dataset shuffles differently each time it is read."""
+    def _dataset(self, shards: Sequence[int]) -> Any:
+        """Of batch after batch the rows that come from these shards.
+
+        Built anew for every pass: one dataset shuffles differently each time it is read.
+        """
+        import seqio
+        import tensorflow as tf
+
+        parts, share = [self._shard(i) for i in shards], self.batch_size // self.shards
+        turns = tf.data.Dataset.from_tensor_slices(np.repeat(np.arange(len(parts)), share))
+        data = tf.data.Dataset.choose_from_datasets(parts, turns.repeat())
+        data = seqio.EncDecFeatureConverter(pack=False)(data, self.lengths)
+        return data.batch(share * len(parts), drop_remainder=True)
+
+    def _shard(self, index: int) -> Any:
+        """A shard's examples, tokenised."""
         import seqio
 
-        data = seqio.get_dataset(
-            self.name,
+        data = find(self.name, self.modules).get_dataset(
             self.lengths,
-            dataset_split=self.split,
+            split=self.split,
             shuffle=self.seed is not None,
             num_epochs=None if self.batches is None else 1,
-            feature_converter=seqio.EncDecFeatureConverter(pack=False),
             use_cached=self.use_cached,
             seed=self.seed,
+            shard_info=seqio.ShardInfo(index, self.shards) if self.shards > 1 else None,
         )
-        return data.batch(self.batch_size, drop_remainder=True)
+        if self.shards == 1 or self.seed is None:
+            return data
+        # The seed is the same for all shards, or they would overlap. So neighbours in the source, and
+        # the turns of a mixture's tasks, would stand at the same place of all shards.
+        return data.shuffle(APART, seed=self.seed + 1 + index)
 
 
 class _Reader:
     """A pass through a dataset, begun anew where it is asked for something else than the next."""
 
     def __init__(self, dataset: Callable[[], Any]):
-        self.dataset, self.next, self.rows = dataset, None, iter(())
+        self.dataset = dataset
+        self.close()
+        _OPEN.add(self)
 
     def read(self, position: int) -> dict[str, np.ndarray]:
         if position != self.next:
             self.rows = self.dataset().skip(position).as_numpy_iterator()
         self.next = position + 1
         return next(self.rows)
+
+    def close(self) -> None:
+        """Ends the pass, and with it the threads that read ahead."""
+        self.next, self.rows = None, iter(())
+
+
+_OPEN: "weakref.WeakSet[_Reader]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_readers() -> None:
+    """Python must not end before TensorFlow's threads that read ahead: the two wait for each other."""
+    for reader in list(_OPEN):
+        reader.close()
+    gc.collect()
 
 
 def _model_inputs(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

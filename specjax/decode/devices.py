@@ -1,7 +1,7 @@
 """Arrays between one host's memory and a mesh that may span several hosts.
 
-With several processes all of them run the same program on the same host values; each puts its share on
-its own devices.
+With several processes all of them run the same program. Of host values that all have, each puts its
+share on its own devices (`put`); or each has nothing but its share (`put_own_rows`).
 """
 
 import math
@@ -65,6 +65,43 @@ def put_rows(tree: PyTree, mesh: Mesh | None) -> PyTree:
     if mesh is None:
         return jax.tree.map(jax.numpy.asarray, tree)
     return put(tree, NamedSharding(mesh, P(row_axes(mesh))))
+
+
+def own_rows(sharding: Sharding, rows: int) -> np.ndarray:
+    """Which rows of an array this process's devices hold.
+
+    Args:
+      sharding: splits the first axis of it.
+      rows: how many there are.
+
+    Returns:
+      int ``[N]``, rising.
+    """
+    numbers = np.arange(rows)
+    held = [numbers[index] for index in sharding.addressable_devices_indices_map((rows,)).values()]
+    return np.unique(np.concatenate(held))
+
+
+def put_own_rows(tree: PyTree, sharding: Sharding, rows: int) -> PyTree:
+    """Puts what each process has of the rows on a mesh.
+
+    Args:
+      tree: NumPy arrays ``[N, …]``, the rows that `own_rows` names; processes that hold the same rows
+        have the same values.
+      sharding: splits the first axis.
+      rows: how many there are in all processes together.
+
+    Returns:
+      Global arrays ``[rows, …]``.
+    """
+
+    numbers, own = np.arange(rows), own_rows(sharding, rows)
+
+    def of(x) -> jax.Array:
+        at = lambda index: x[np.searchsorted(own, numbers[index[0]])]  # noqa: E731
+        return jax.make_array_from_callback((rows, *x.shape[1:]), sharding, at)
+
+    return jax.tree.map(of, tree)
 
 
 def fetch(tree: PyTree) -> PyTree:

@@ -1,7 +1,7 @@
 """Several processes as one program: starting them, and what one of them decides for all.
 
-Every process reads the same inputs and computes the same host values; process 0 alone prints and
-writes.
+Every process reads the same inputs and computes the same host values, but for training batches of seqio
+tasks, of which it reads its own rows; process 0 alone prints and writes.
 """
 
 import json

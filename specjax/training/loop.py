@@ -59,6 +59,22 @@ class Batches(Protocol):
     def __getitem__(self, position: int) -> dict[str, np.ndarray]: ...
 
 
+class PartedBatches(Batches, Protocol):
+    """Batches that can be read in parts, so that each of several processes reads its own rows only.
+
+    What a row holds follows from the position and the row's number, whoever reads it.
+
+    Attributes:
+      batch_size: rows of every batch.
+    """
+
+    batch_size: int
+
+    def part(self, position: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """These rows of the batch at a position: int ``[N]``, rising, some of them twice perhaps."""
+        ...
+
+
 class TrainState(NamedTuple):
     """Everything a run needs to go on.
 
@@ -152,7 +168,8 @@ def train(
 
     Args:
       recipe: loss and initial parameters.
-      batches: training data.
+      batches: training data; with several processes each reads its own rows of `PartedBatches`, and
+        all rows of others.
       output_dir: where the run lives.
       schedule: learning rate over steps.
       validation: name to data; all batches of each are read at every evaluation.
@@ -167,7 +184,8 @@ def train(
       The last state.
 
     Raises:
-      ValueError: there is no such optimizer, or ``output_dir`` holds another run or is remote.
+      ValueError: there is no such optimizer, the mesh does not divide the model's heads, or
+        ``output_dir`` holds another run or is remote.
     """
     folder = pathlib.Path(runs.local(output_dir, "training runs")).expanduser().resolve()
     update = make_optimizer(optimizer, schedule)
@@ -187,7 +205,7 @@ def train(
         task = bar.add_task("training", total=schedule.steps, loss="")
         meter = _Meter()
         for step in range(int(state.step), schedule.steps):
-            state, sums = run_step(state, placement.place(batches[step], partitioner))
+            state, sums = run_step(state, placement.read(batches, step, partitioner))
             meter.add(sums)
             done, last = step + 1, step + 1 == schedule.steps
             # Processes stop together; to ask all of them costs time, so that is not done in every step.
@@ -258,7 +276,7 @@ def make_evaluation(
     def evaluate(params: PyTree) -> dict[str, dict[str, float]]:
         out = {}
         for name, batches in data.items():
-            placed = (placement.place(batches[i], partitioner) for i in range(len(batches)))
+            placed = (placement.read(batches, i, partitioner) for i in range(len(batches)))
             sums = [jax.device_get(loss(params, batch)) for batch in placed]
             out[name] = averages(jax.tree.map(lambda *x: sum(x), *sums))
         return out

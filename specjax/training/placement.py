@@ -28,7 +28,11 @@ def state_shardings(
 
     Returns:
       The same tree of shardings.
+
+    Raises:
+      ValueError: the mesh's axis ``model`` does not divide the model's heads.
     """
+    partitioner.check_heads(model)
     params, whole = partitioner.params(model), partitioner.replicated
 
     def beside(leaf, parameter, sharding):
@@ -50,26 +54,31 @@ def using(partitioner: Partitioner | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if partitioner is None else jax.set_mesh(partitioner.mesh)
 
 
-def place(batch: dict, partitioner: Partitioner | None) -> dict:
-    """A batch's rows over all devices; rows that weigh nothing fill it up to divide evenly."""
+def read(batches: Any, position: int, partitioner: Partitioner | None) -> dict:
+    """The batch at a position, its rows over all devices.
+
+    A process reads the rows of its own devices, where the batches can be read in parts
+    (`specjax.training.loop.PartedBatches`); else all, and drops the others. Copies of the last row
+    that weigh nothing fill the batch up to divide evenly.
+
+    Args:
+      batches: see `specjax.training.loop.Batches`.
+      position: which batch.
+      partitioner: None leaves the batch as it is.
+    """
     if partitioner is None:
-        return batch
-    shards = devices.row_shards(partitioner.mesh)
-    return devices.put(pad_rows(batch, shards), partitioner.rows)
-
-
-def pad_rows(batch: dict[str, Any], multiple: int) -> dict[str, np.ndarray]:
-    """Repeats the last row up to a multiple; ``weights`` of the copies are 0."""
-    rows = len(batch["weights"])
-    more = -rows % multiple
-    if not more:
-        return batch
-    wide = {
-        name: np.pad(np.asarray(x), [(0, more)] + [(0, 0)] * (x.ndim - 1), mode="edge")
-        for name, x in batch.items()
-    }
-    wide["weights"][rows:] = 0
-    return wide
+        return batches[position]
+    parted = hasattr(batches, "part")
+    batch = {} if parted else batches[position]
+    rows = batches.batch_size if parted else len(batch["weights"])
+    wide = rows + -rows % devices.row_shards(partitioner.mesh)
+    own = devices.own_rows(partitioner.rows, wide)
+    held = np.minimum(own, rows - 1)
+    mine = (
+        batches.part(position, held) if parted else {n: np.asarray(batch[n])[held] for n in batch}
+    )
+    weights = np.where((own < rows)[:, None], mine["weights"], np.float32(0))
+    return devices.put_own_rows(mine | {"weights": weights}, partitioner.rows, wide)
 
 
 def shapes(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ import pytest
 
 from specjax import assets, checkpoints, config, main
 from specjax.checkpoints import native
-from specjax.data import samples
+from specjax.data import samples, seqio_batches
 from specjax.data.seqio_batches import SeqioBatches
 from specjax.data.vocabulary import Vocabulary
 from specjax.models import layers
@@ -31,8 +31,10 @@ LENGTHS = {"inputs": 16, "targets": 12}
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Shipped examples as the corpus that scripts/build_debian.py would have written."""
+    """Shipped examples as the corpus that scripts/build_debian.py would have written; so few that
+    to shuffle among more would be to read them again and again."""
     monkeypatch.setenv("SPECJAX_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(seqio_batches, "APART", 16)
     for split, half in (("train", "calibration"), ("validation", "report")):
         rows = [dataclasses.asdict(e) for e in samples.load_heldout("debian_ende", half)[:12]]
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -47,14 +49,25 @@ def batches(**options) -> SeqioBatches:
 # Batches.
 
 
-def test_a_position_holds_the_same_batch_however_it_is_reached(corpus):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_position_holds_the_same_batch_however_it_is_reached(corpus, shards):
     """In order, after a jump, and by another reader: what a resumed run relies on."""
-    one, other = batches(), batches()
+    one, other = batches(shards=shards), batches(shards=shards)
     forward = [one[i] for i in range(6)]
-    for i in (4, 1, 2, 5):
+    for i in (4, 1, 2):
         for name, value in other[i].items():
             np.testing.assert_array_equal(value, forward[i][name])
-    assert (forward[0]["inputs"] != batches(seed=1)[0]["inputs"]).any()
+    assert (forward[0]["inputs"] != batches(seed=1, shards=shards)[0]["inputs"]).any()
+
+
+def test_shards_are_shuffled_each_for_itself(corpus):
+    """Examples that are neighbours in the source are not always in one batch."""
+    rows = batches(seed=None, shards=1)
+    order = [row.tolist() for i in range(3) for row in rows[i]["inputs"]]
+    shuffled = batches(shards=4)
+    found = [sorted(map(order.index, shuffled[i]["inputs"].tolist())) for i in range(6)]
+    assert any({n // 4 for n in batch} != {batch[0] // 4} for batch in found)
+    assert all(sorted(n % 4 for n in batch) == [0, 1, 2, 3] for batch in found)
 
 
 def test_without_a_seed_batches_come_in_order_each_example_once(corpus):
@@ -64,6 +77,65 @@ def test_without_a_seed_batches_come_in_order_each_example_once(corpus):
     for row, example in zip(rows, whole, strict=True):
         ids = [*vocabulary.encode(example.inputs), 1]
         assert row[:8].tolist() == np.pad(ids, (0, 8))[:8].tolist()
+
+
+def test_processes_read_their_own_rows_and_together_the_whole_batch(corpus):
+    """What a row holds is the same for any number of processes, also where one takes over from others."""
+    options = dict(batch_size=8, shards=4)
+    source = batches(**options)
+    whole = [source[position] for position in range(3)]
+    for processes, positions in ((2, (0, 1)), (4, (2,))):
+        share = 8 // processes
+        for process in range(processes):
+            own, mine = np.arange(process * share, (process + 1) * share), batches(**options)
+            for position in positions:
+                part = mine.part(position, own)
+                for name, value in whole[position].items():
+                    np.testing.assert_array_equal(part[name], value[own])
+            (opened,) = mine._readers
+            assert opened == tuple(np.unique(own // 2))  # two rows come from each shard
+
+
+def test_a_process_tokenises_its_own_examples_only(corpus, monkeypatch):
+    """A third of the twelve; all shards together give every example once, batch by batch in order."""
+    import seqio
+    import tensorflow as tf
+
+    seen, tokenize = [], seqio.SentencePieceVocabulary.encode_tf
+
+    def watched(self, text):
+        tf.numpy_function(seen.append, [text], [])
+        return tokenize(self, text)
+
+    monkeypatch.setattr(seqio.SentencePieceVocabulary, "encode_tf", watched)
+    options = dict(batch_size=6, seed=None, batches=2)
+    shards = batches(**options, shards=3)
+    mine = [shards._read(position, (1,)) for position in range(2)]
+    assert len(set(seen)) == 2 * 4  # inputs and targets
+    in_order = batches(**options)
+    for position in range(2):
+        rows, wanted = (x[position]["inputs"].tolist() for x in (shards, in_order))
+        assert rows != wanted and sorted(rows) == sorted(wanted)
+        assert mine[position]["encoder_input_tokens"].tolist() == rows[2:4]
+
+
+def test_what_is_read_ahead_can_be_given_up(corpus):
+    """Else Python and TensorFlow's threads may wait for each other at the end of a run."""
+    source = batches(seed=None)
+    first = source[0]
+    (reader,) = source._readers.values()
+    seqio_batches._close_readers()
+    with pytest.raises(StopIteration):
+        next(reader.rows)
+    np.testing.assert_array_equal(source[0]["inputs"], first["inputs"])
+
+
+def test_how_many_shards_there_are_follows_from_the_batch_and_not_from_the_machine():
+    assert [batches(batch_size=size).shards for size in (4, 6, 128)] == [4, 2, 8]
+    assert batches(batch_size=128, batches=3).shards == 1  # a pass reads every example it can
+    assert "shards=4" in repr(batches())  # another order is another run
+    with pytest.raises(ValueError, match="a batch of 4 does not divide over 3 shards"):
+        batches(shards=3)
 
 
 def test_batches_are_shifted_and_weighted_as_t5x_does(corpus):
@@ -87,6 +159,8 @@ def test_what_does_not_fit_is_one_clear_error(corpus):
         batches(lengths={"inputs": 8})
     with pytest.raises(IndexError, match="batch 2 of 2"):
         batches(batches=2)[2]
+    with pytest.raises(ValueError, match="there is no batch 0 of 16 examples in 16 shards"):
+        batches(batch_size=16, shards=16).part(0, np.asarray([12]))
 
 
 def assets_vocabulary():

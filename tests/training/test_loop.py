@@ -27,13 +27,14 @@ TINY = T5Config(
 )
 
 
-@pytest.fixture
-def data(tmp_path) -> Seq2SeqBatches:
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Seq2SeqBatches:
     """Copying short sequences."""
+    file = str(tmp_path_factory.mktemp("data") / "copy.npz")
     rng = np.random.default_rng(0)
     rows = [np.append(rng.integers(2, 32, 5), 1) for _ in range(64)]
-    save_pairs(str(tmp_path / "copy.npz"), TokenPairs(rows, rows))
-    return Seq2SeqBatches((str(tmp_path / "copy.npz"),), shapes=((8, 8),), tokens=256)
+    save_pairs(file, TokenPairs(rows, rows))
+    return Seq2SeqBatches((file,), shapes=((8, 8),), tokens=256)
 
 
 def schedule(steps: int) -> loop.Schedule:

@@ -1,6 +1,7 @@
 """Training on a mesh: the single device's losses and parameters, on any split."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -35,13 +36,26 @@ def close(a, b):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5)
 
 
+@pytest.fixture(scope="module")
+def one_device(data, tmp_path_factory):  # noqa: F811
+    """The state after four steps on one device, by optimizer."""
+    folder = tmp_path_factory.mktemp("alone")
+    return functools.cache(lambda name: train(data, folder / name, 4, optimizer=name))
+
+
 @pytest.mark.parametrize(
     ("parts", "dims", "optimizer"), [(1, 1, "adam"), (4, 1, "adam"), (2, 2, "adafactor")]
 )
-def test_a_mesh_trains_what_one_device_does(data, tmp_path, parts, dims, optimizer):  # noqa: F811
+def test_a_mesh_trains_what_one_device_does(
+    data,  # noqa: F811
+    one_device,
+    tmp_path,
+    parts,
+    dims,
+    optimizer,
+):
     """Rows, heads and both dimensions of parameters split; resumed on one device half way."""
-    place = partitioner(parts, dims)
-    alone = train(data, tmp_path / "alone", 4, optimizer=optimizer)
+    place, alone = partitioner(parts, dims), one_device(optimizer)
     apart = train(data, tmp_path / "apart", 4, place, optimizer)
     close(alone, apart)
     weight = apart.params["decoder"]["layers_0"]["mlp"]["wo"]["weight"]
@@ -105,9 +119,44 @@ def test_moments_lie_beside_their_parameters():
         assert jax.tree.structure(found.optimizer) == jax.tree.structure(state.optimizer)
 
 
-def test_rows_that_fill_up_weigh_nothing():
+class Parted:
+    """Three rows, read in parts; ``asked`` holds which."""
+
     batch = {"inputs": np.arange(6).reshape(3, 2), "weights": np.ones((3, 2), np.float32)}
-    wide = placement.pad_rows(batch, 4)
+
+    batch_size = 3
+
+    def __init__(self):
+        self.asked = []
+
+    def part(self, position, rows):
+        self.asked.append((position, rows.tolist()))
+        return {name: x[rows] for name, x in self.batch.items()}
+
+
+@pytest.mark.parametrize("source", [Parted(), [None, None, Parted.batch]], ids=["parts", "whole"])
+def test_rows_that_fill_up_weigh_nothing(source):
+    wide = placement.read(source, 2, partitioner(2, 1))
     assert wide["inputs"].tolist() == [[0, 1], [2, 3], [4, 5], [4, 5]]
-    assert wide["weights"].sum() == 6
-    assert placement.pad_rows(batch, 3) is batch
+    assert wide["weights"].tolist() == [[1, 1]] * 3 + [[0, 0]]
+    assert wide["inputs"].sharding.spec == P(("data",))
+    assert Parted.batch["weights"].sum() == 6  # what was read is left as it was
+    if isinstance(source, Parted):
+        assert source.asked == [(2, [0, 1, 2, 2])]
+
+
+def test_a_process_is_asked_for_the_rows_of_its_own_devices(monkeypatch):
+    """The second of two processes: the others' rows are never read."""
+    place, source, put = partitioner(2, 1), Parted(), []
+    monkeypatch.setattr(placement.devices, "own_rows", lambda sharding, rows: np.arange(2, rows))
+    monkeypatch.setattr(placement.devices, "put_own_rows", lambda *given: put.append(given))
+    placement.read(source, 7, place)
+    ((mine, _, rows),) = put
+    assert source.asked == [(7, [2, 2])] and rows == 4
+    assert mine["weights"].tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_target_that_the_mesh_does_not_divide_is_not_trained(data, tmp_path):  # noqa: F811
+    recipe = seq2seq.Seq2Seq(toys.tiny_t5(num_heads=6))
+    with pytest.raises(ValueError, match="4 model partitions do not divide the 6 attention heads"):
+        loop.train(recipe, data, str(tmp_path / "run"), partitioner=partitioner(4, 1))
