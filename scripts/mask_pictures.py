@@ -23,7 +23,7 @@ ROOT = 1
 
 
 def lookahead() -> tuple[TokenTree, list[str]]:
-    """Window 5, 4-grams, 5 guesses: 30 tokens in one step (Fu et al. 2024, figure 2, has 2 guesses)."""
+    """Window 5, 4-grams, 5 guesses: 30 tokens in one step (the picture of Fu et al. 2024 has 2 guesses)."""
     drafter = Lookahead(window=5, ngram=4, guesses=5, pool=5)
     levels, width = drafter.ngram - 1, drafter.window
     pool = np.arange(2, 2 + drafter.guesses)[:, None] * 10 + np.arange(drafter.ngram)

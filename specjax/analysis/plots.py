@@ -252,7 +252,7 @@ def mask_picture(
         ValueError: the numbers of rows, columns, labels and roles differ.
 
     References:
-        Fu et al., arXiv:2402.02057, Fig. 2; Cai et al., arXiv:2401.10774, Fig. 2.
+        Fu et al., arXiv:2402.02057, and Cai et al., arXiv:2401.10774, draw theirs so.
     """
     mask = np.asarray(mask, bool)
     size = len(labels)

@@ -19,12 +19,12 @@ and trying each with all of q on itself is exact, whatever earlier rounds drew.
 
 References:
   Santilli et al. 2023 (2305.10427) for Jacobi decoding; Fu et al. 2024 (2402.02057), section 3, and the
-  released code (hao-ai-lab/LookaheadDecoding,
-  ``lade/decoding.py``). Different there: levels are filled one by one in the first rounds (here all begin
-  with tokens of the prompt, and n-grams are kept once these have left); the first tokens are drawn; the
-  pool has no end and G n-grams per first token (here the last `Lookahead.pool` n-grams of all, of which the
-  G newest are tried: the same ones while the pool is not full); an EOS in the window is replaced where it
-  samples; a guess that is right to its end brings no bonus token; N = 2 is not possible.
+  released code (hao-ai-lab/LookaheadDecoding, ``lade/decoding.py``). Different there: levels are filled one
+  by one in the first rounds (here all begin with tokens of the prompt, and n-grams are kept once these have
+  left); the first tokens are drawn; the pool has no end and G n-grams per first token (here the last
+  `Lookahead.pool` n-grams of all, of which the G newest are tried: the same ones while the pool is not
+  full); an EOS in the window is replaced where it samples; a guess that is right to its end brings no bonus
+  token; N = 2 is not possible.
 """
 
 import dataclasses
