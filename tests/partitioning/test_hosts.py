@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -60,10 +61,8 @@ def start(arguments: list[str], processes: int, devices: int) -> list[subprocess
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
+    flags = re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "specjax.main", "--compilation_cache_dir=", *arguments]
     joined = lambda i: [  # noqa: E731
         f"--coordinator_address=localhost:{port}", f"--process_count={processes}",

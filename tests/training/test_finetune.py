@@ -35,6 +35,7 @@ def corpus(tmp_path, monkeypatch):
     to shuffle among more would be to read them again and again."""
     monkeypatch.setenv("SPECJAX_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(seqio_batches, "APART", 16)
+    monkeypatch.setattr(seqio_batches.find("debian_ende_v001"), "_shuffle_buffer_size", 32)
     for split, half in (("train", "calibration"), ("validation", "report")):
         rows = [dataclasses.asdict(e) for e in samples.load_heldout("debian_ende", half)[:12]]
         text = "".join(json.dumps(row) + "\n" for row in rows)
