@@ -37,6 +37,9 @@ PACKAGES = {
     ),
 }
 
+# Weights that come with specjax, see specjax/assets/README.md. They have their target's vocabulary.
+SHIPPED = {"smollm2-draft": "smollm2/draft.int8.safetensors"}
+
 
 class Pretrained(NamedTuple):
     """A model that decodes.
@@ -56,7 +59,7 @@ def load(name: str | os.PathLike, dtype: str = "float32") -> Pretrained:
     """A model by name, or from any checkpoint.
 
     Args:
-      name: one of `PACKAGES`, or a path that `specjax.checkpoints.load_any` reads.
+      name: one of `PACKAGES` or `SHIPPED`, or a path that `specjax.checkpoints.load_any` reads.
       dtype: of activations, caches and weights.
 
     Raises:
@@ -82,12 +85,14 @@ def weights(path: str, model: Network, shardings: PyTree | None = None) -> PyTre
 
 
 def locate(name: str | os.PathLike) -> str:
-    """The path of a model: of a name the file in its package, of a path itself.
+    """The path of a model: of a name the file in its package or of ours, of a path itself.
 
     Raises:
       ValueError: the name's package is not installed.
     """
     text = os.fspath(name)
+    if text in SHIPPED:
+        return str(pathlib.Path(__file__).parent / "assets" / SHIPPED[text])
     if text not in PACKAGES:
         return text
     package = PACKAGES[text]

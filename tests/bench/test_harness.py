@@ -222,12 +222,12 @@ def test_methods_stand_beside_small_models(pair, tmp_path, monkeypatch):
         repeats=2, max_decode_len=8, only_chosen=True,
     )  # fmt: skip
     size = pair.target.vocab_size
-    guesses = [FreeDraft(2, n, size, chain=False, drawn=False) for n in (2, 5)]
+    guesses = [FreeDraft(2, n, size, chain=False, drawn=False) for n in (3, 5)]
     found = run.bench(settings, str(tmp_path), methods={"guess": guesses})
     assert [row["method"] for row in found.rows] == ["plain", "small model", "guess"] * 2
     for row in found.rows:
         if row["method"] == "guess":
-            assert row["chosen"] and row["setting"] in ("nodes 2", "nodes 5")
+            assert row["chosen"] and row["setting"] in ("nodes 3", "nodes 5")
             assert row["gamma"] == 2 and row["predicted_from_alpha"] is None
             assert str(row["nodes"]) == row["setting"].removeprefix("nodes ")
     assert found.identical
