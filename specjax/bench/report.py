@@ -90,7 +90,7 @@ class Report:
         gaps = [
             r["predicted_from_alpha"] / r["predicted_speedup"] - 1
             for r in self.rows
-            if r["predicted_speedup"]
+            if r["predicted_speedup"] and r["predicted_from_alpha"]
         ]
         return float(np.median(gaps)) if gaps else None
 
@@ -250,11 +250,16 @@ def _prediction_lines(report: Report) -> list[str]:
     if not errors:
         return []
     text = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
-    return [
+    lines = [
         f"τ/(γc+v) is off the measured speed-up without prefill by (median over rows): {text}. "
         "c (what drafting adds to a round) and v (a round whose drafting is free) are timed in "
         "turns with the plain step, in loops of their own on the calibration half. In a batch the "
         "slowest row sets the rounds, which τ does not know.",
+    ]
+    if report.alpha_prediction_gap is None:  # it speaks of chains only
+        return lines
+    return [
+        *lines,
         f"The prediction from α (Theorem 3.8 with v) is {report.alpha_prediction_gap:+.1%} from "
         "τ/(γc+v) (median): it takes acceptances for independent with one rate, where they cluster; "
         "it counts whole blocks, where EOS and the length limit cut the last.",
