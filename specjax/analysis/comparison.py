@@ -43,6 +43,8 @@ def methods(rows: Rows, path: str | Path) -> Figure:
             _dots(line[0], group, tasks, names, "speedup", spread=True)
             _dots(line[1], group, tasks, names, "block_efficiency", spread=False)
             line[0].set_ylabel(f"T = {temperature:g}")
+        for axes in panels[-1]:  # after all dots: a limit ends the scaling of the shared axis
+            axes.set_xlim(left=0)
         panels[-1][0].set_xlabel("speed-up over plain decoding")
         panels[-1][1].set_xlabel("tokens per step, τ")
         handles = [
@@ -64,7 +66,6 @@ def _dots(axes: Axes, rows: Rows, tasks: list, names: list, key: str, spread: bo
             axes.plot(row[key], y, color=color, marker=marker, markersize=6)
     axes.set_yticks(range(len(tasks)), tasks)
     axes.set_ylim(len(tasks) - 0.5, -0.5)
-    axes.set_xlim(left=0)
 
 
 def sweep(
