@@ -263,9 +263,9 @@ ASK = toys.ask(7)
 
 
 @pytest.mark.usefixtures("x64")
-@each_variant
-def test_speculative_greedy_text_is_the_plain_one(name):
-    model = variant(name, **WIDE)
+def test_speculative_greedy_text_is_the_plain_one():
+    """350m; 125m's is above, up to its last position."""
+    model = variant("350m", **WIDE)
     params, draft = pair(model)
     plain, fast = (decoders.decode(model, params, ASK, d) for d in (None, draft))
     for field in ("tokens", "lengths", "finish_reason"):
