@@ -59,7 +59,7 @@ def main() -> None:
         if name in parts and not (out / f"{name}.json").exists():
             rows = parts[name](said)
             (out / f"{name}.json").write_text(json.dumps(rows, indent=1))
-    write(out)
+        write(out)
 
 
 # What was said.
@@ -193,7 +193,7 @@ def lookahead(said: dict[str, replay.Recorded]) -> list[dict]:
 def verify(said: dict[str, replay.Recorded]) -> list[dict]:
     """One forward over a tree, by tree attention and branch by branch: milliseconds and memory."""
     model, params, _ = target()
-    prompt = Prompt(*(x[:1] for x in said["human_eval"].prompt))
+    prompt = jax.tree.map(lambda x: x[:1], said["human_eval"].prompt)
     cache = jax.jit(functools.partial(model.prefill, slots=136))(params, prompt).cache
     calls, rows = {}, []
     for widths in (

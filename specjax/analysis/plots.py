@@ -287,7 +287,7 @@ def mask_picture(
         )
         handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(kinds), 3))
-        return _save(figure, path)
+        return save(figure, path)
 
 
 def _mask_colors(mask: np.ndarray, tokens: Sequence[str]) -> np.ndarray:

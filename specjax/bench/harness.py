@@ -74,8 +74,11 @@ class Method:
 def told_apart(drafters: Sequence[Drafter]) -> list[tuple[str, Drafter]]:
     """Drafters of one method with a label for each: the fields in which they differ."""
     told = [dataclasses.asdict(drafter) for drafter in drafters]
-    differing = [k for k in told[0] if len({repr(fields.get(k)) for fields in told}) > 1]
-    label = lambda fields: " ".join(f"{k} {fields[k]}" for k in differing)  # noqa: E731
+    if not told:
+        raise ValueError("a method is given no setting to try")
+    names = dict.fromkeys(k for fields in told for k in fields)
+    differing = [k for k in names if len({repr(fields.get(k)) for fields in told}) > 1]
+    label = lambda fields: " ".join(f"{k} {fields[k]}" for k in differing if k in fields)  # noqa: E731
     labels = [label(fields) if differing else "–" for fields in told]
     if len(set(labels)) < len(labels):
         raise ValueError(f"a method is given the same setting twice: {', '.join(labels)}")

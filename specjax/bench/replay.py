@@ -92,9 +92,7 @@ def rounds(model: Replay, drafter: Drafter, draft, said: Recorded) -> dict:
     Raises:
       RuntimeError: the drafter changed the text, which no drafter can.
     """
-    out = _decode(
-        model, drafter, said.tokens.shape[1], draft, said.prompt, said.tokens, said.lengths
-    )
+    out = _decode(model, drafter, said.tokens.shape[1], draft, said.prompt, said.tokens)
     tokens, lengths, counted = jax.device_get(out)
     inside = np.arange(tokens.shape[1])[None] < said.lengths[:, None]
     if (lengths != said.lengths).any() or (tokens[inside] != said.tokens[inside]).any():
@@ -110,10 +108,9 @@ def _decode(
     draft,
     prompt: Prompt,
     tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
 ):
-    """Rows end where their record does, by EOS or by length: each has a limit of its own."""
-    batch = lengths.shape[0]
+    """Rows end by EOS, or after the T tokens that were recorded at most."""
+    batch = tokens.shape[0]
     decoder = loop.Decoder(model, steps, drafter, GreedyMatch(), model.eos_id)
     texts = _laid_out(model, prompt, tokens)
     keys = jax.random.split(jax.random.key(0), batch)

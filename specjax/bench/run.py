@@ -26,7 +26,7 @@ from specjax.decode.sampling import Sampling
 from specjax.decode.verify import SpeculativeSampling
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import system
-from specjax.infer.system import Checkpoint, Counts, Datastore
+from specjax.infer.system import Checkpoint
 from specjax.models.families import Network
 
 
@@ -85,7 +85,7 @@ def bench(
     settings: Settings = Settings(),
     output_dir: str = "runs/bench",
     target: Checkpoint | None = None,
-    drafts: Mapping[str, Checkpoint | Counts | Datastore] | None = None,
+    drafts: Mapping[str, system.Draft] | None = None,
     sources: Sequence[Source] = (),
     verifiers: Mapping[str, Verifier] | None = None,
     methods: Mapping[str, Sequence[Drafter]] | None = None,
@@ -104,7 +104,7 @@ def bench(
         target is given.
       sources: what is decoded; the held-out samples of ``settings.tasks`` by default.
       verifiers: further lossless acceptance rules by name; every draft is measured with each of them
-        too.
+        too, where it drafts chains if the rule judges chains only.
       methods: further drafters by name, each with all settings that are tried; like gamma, the fastest
         of them on one half of the examples is the one chosen for the other.
       profile_dir: where profiles of some rounds of every method go; the report then says where a
@@ -164,25 +164,25 @@ class Contest(NamedTuple):
     methods: Mapping[str, Sequence[Drafter]] = {}
 
 
-def _shipped(others: Mapping[str, Checkpoint | Counts | Datastore]) -> Contest:
+def _shipped(others: Mapping[str, system.Draft]) -> Contest:
     pair, name = assets.load_pair(), "small model"
     params = Params(pair.target_params, {name: pair.draft_params})
     contest = Contest("debian pair", pair.target, {name: pair.draft}, params, pair.vocabulary)
     return _with_drafts(contest, others)
 
 
-def _load(target: Checkpoint, drafts: Mapping[str, Checkpoint | Counts | Datastore]) -> Contest:
+def _load(target: Checkpoint, drafts: Mapping[str, system.Draft]) -> Contest:
     alone = system.load(target)
     params = Params(alone.params.target, {})
     contest = Contest(str(target.path), alone.target, {}, params, alone.vocabulary)
     return _with_drafts(contest, drafts)
 
 
-def _with_drafts(
-    contest: Contest, drafts: Mapping[str, Checkpoint | Counts | Datastore]
-) -> Contest:
+def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contest:
     models, weights = dict(contest.drafts), dict(contest.params.draft)
     for name, draft in drafts.items():
+        if not isinstance(draft, Checkpoint):
+            draft.check(contest.target, contest.vocabulary)
         model, weights[name] = draft.load()
         if model is not None:
             system.check_same_pieces(contest.vocabulary, contest.target, model, draft)
@@ -219,7 +219,9 @@ def _measure(
                 if temperature == 0 and batch_size == min(settings.batch_sizes):
                     workload = work[task]["report"]
                     shown[task] = _examples(source, contest.vocabulary, workload, reported, found)
-                    chains = [m for m in reported if isinstance(m.drafter, SmallModel | None)]
+                    chains = [
+                        m for m in reported if m.drafter is None or type(m.drafter) is SmallModel
+                    ]
                     if len(chains) > 1:
                         traces[task] = _trace(_best_draft(chains, found), reported, costs)
     prompt = next(iter(work.values()))["report"].prompts[0]
@@ -271,6 +273,7 @@ def _methods(settings: Settings, contest: Contest) -> list[Method]:
         for name, tried in (chains | others).items()
         for suffix, rule in rules.items()
         for setting, drafter in tried
+        if isinstance(drafter, SmallModel) or not getattr(rule, "chains_only", False)
     ]
     return [Method("plain"), *drafted]
 
@@ -405,7 +408,7 @@ class _Cell:
             return none
         predicted = theory.speedup_from_block_efficiency(tau, method.gamma, c, v)
         out = none | {"c": c, "v": v, "predicted_speedup": float(predicted)}
-        if method.nodes == method.gamma:  # the theorem speaks of chains
+        if type(method.drafter) is SmallModel:  # the theorem speaks of gamma drafts in every round
             out["predicted_from_alpha"] = float(theory.walltime_factor(alpha, method.gamma, c, v))
         return out
 

@@ -342,7 +342,10 @@ def _emptied(root: pathlib.Path) -> pathlib.Path:
         raise ValueError(f"{root} holds a datastore already; remove it, or choose another folder")
     known = {_STREAM, _TOKENS, _SUFFIXES}
     files = list(root.iterdir())
-    others = [f.name for f in files if f.name not in known and not f.name.endswith(_META)]
+    # A build makes the stream first and removes it last: without it these files are somebody else's.
+    ours = (root / _STREAM).exists()
+    partial = lambda name: name.startswith("unfinished-") and name.endswith(_META)  # noqa: E731
+    others = [f.name for f in files if not (ours and (f.name in known or partial(f.name)))]
     if others:
         raise ValueError(f"{root} holds other things ({others[0]}); choose another folder")
     for file in files:

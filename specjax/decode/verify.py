@@ -70,6 +70,8 @@ class LenientSampling:
 
     lenience: float = 1.0
 
+    chains_only = True
+
     def __post_init__(self):
         if not 0 < self.lenience <= 1:
             raise ValueError(f"lenience must lie in (0, 1], got {self.lenience}")
@@ -106,7 +108,7 @@ class BlockVerification:
       Sun et al. 2025 (2403.10444), the algorithm called block verification there.
     """
 
-    lossless = True
+    lossless, chains_only = True, True
 
     def walk(
         self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]

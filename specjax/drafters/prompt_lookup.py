@@ -40,7 +40,7 @@ class PromptLookup:
       budget: nodes of that tree; None is room for all copies. Better matches come first.
       tie: "first" is the leftmost of equally long matches (both papers' code), "last" the newest.
       output: whether what was emitted is searched too, or only what was given.
-      eos_id: the target's; -1 for none.
+      eos_id: the target's, one or several; -1 for none.
     """
 
     max_match: int = 3
@@ -50,7 +50,7 @@ class PromptLookup:
     budget: int | None = None
     tie: str = FIRST
     output: bool = True
-    eos_id: int = 1
+    eos_id: int | tuple[int, ...] = 1
 
     taps = ()
     reach = 0

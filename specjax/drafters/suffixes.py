@@ -5,10 +5,13 @@ between two texts. EOS is found behind a match but is no part of one, and nothin
 neither a match nor what is copied ever joins two texts.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from specjax.decode import stopping
 from specjax.decode.interfaces import Prefilled, Prompt, Text
 
 NOTHING = -1
@@ -48,7 +51,14 @@ def newest(text: Text, count: int) -> Int[Array, "B n"]:
     return jnp.where(index >= first[:, None], tokens, NOTHING)
 
 
-def matches(tokens: Int[Array, "B S"], query: Int[Array, "B n"], eos_id: int) -> Int[Array, "B S"]:
+def ends(tokens: Int[Array, "*B"], eos_id: int | tuple[int, ...]) -> Bool[Array, "*B"]:
+    """Which tokens end a text; a model may have several such ids."""
+    return functools.reduce(jnp.logical_or, [tokens == i for i in stopping.listed(eos_id)])
+
+
+def matches(
+    tokens: Int[Array, "B S"], query: Int[Array, "B n"], eos_id: int | tuple[int, ...]
+) -> Int[Array, "B S"]:
     """How many of the newest tokens (`newest`) end at each slot, if any token stands behind them."""
     slots = tokens.shape[1]
     run = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=NOTHING)[:, 1:] != NOTHING
@@ -56,19 +66,19 @@ def matches(tokens: Int[Array, "B S"], query: Int[Array, "B n"], eos_id: int) ->
     for back in range(query.shape[1]):
         word = query[:, back, None]
         there = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=NOTHING)[:, :slots]
-        run &= (there == word) & (word != NOTHING) & (word != eos_id)
+        run &= (there == word) & (word != NOTHING) & ~ends(word, eos_id)
         count += run.astype(jnp.int32)
     return count
 
 
 def behind(
-    tokens: Int[Array, "B S"], at: Int[Array, "B M"], length: int, eos_id: int
+    tokens: Int[Array, "B S"], at: Int[Array, "B M"], length: int, eos_id: int | tuple[int, ...]
 ) -> Int[Array, "B M L"]:
     """The ``length`` tokens behind these slots; `NOTHING` behind a gap, the end, or an EOS."""
     room = jnp.pad(tokens, ((0, 0), (0, length)), constant_values=NOTHING)
     index = at[..., None] + 1 + jnp.arange(length, dtype=jnp.int32)[None, None]
     found = jnp.take_along_axis(room[:, None], index, axis=2)
-    goes_on = (found != NOTHING) & (found != eos_id)
+    goes_on = (found != NOTHING) & ~ends(found, eos_id)
     goes_on = jnp.pad(goes_on[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=True)
     return jnp.where(jnp.cumprod(goes_on, axis=2, dtype=jnp.int32) > 0, found, NOTHING)
 

@@ -101,7 +101,7 @@ class Trie:
       max_match: the most newest tokens that are looked for.
       places: how many places are looked at, those of longer matches first, then newer ones: of this
         output, then of the prompt, then of the store.
-      eos_id: the target's; -1 for none. Nothing behind one is proposed.
+      eos_id: the target's, one or several; -1 for none. Nothing behind one is proposed.
     """
 
     mode: str = HIERARCHICAL
@@ -111,7 +111,7 @@ class Trie:
     outputs: int = 32
     max_match: int = 2
     places: int = 64
-    eos_id: int = 1
+    eos_id: int | tuple[int, ...] = 1
 
     taps = ()
     reach = 0

@@ -91,7 +91,7 @@ def infer(
     target: Checkpoint,
     output_dir: str,
     drafter: Callable[..., Drafter] | None = None,
-    draft: Checkpoint | None = None,
+    draft: system.Draft | None = None,
     verifier: Verifier = SpeculativeSampling(),
     sampling: Sampling = Sampling(),
     stop: Sequence[Sequence[int]] = (),

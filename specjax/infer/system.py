@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from specjax import pretrained
 from specjax.data import datastore
 from specjax.data import vocabulary as vocabularies
-from specjax.decode import devices
+from specjax.decode import devices, stopping
 from specjax.decode.interfaces import Drafter, Params
 from specjax.drafters import ngram, rest, trie
 from specjax.models.families import Network
@@ -202,6 +202,10 @@ class Nothing:
         """Nothing fits every target."""
 
 
+# What a drafter may decode with.
+Draft = Checkpoint | Counts | Datastore | Texts | Nothing
+
+
 class System(NamedTuple):
     """Everything that decodes.
 
@@ -221,7 +225,7 @@ class System(NamedTuple):
 def load(
     target: Checkpoint,
     drafter: Callable[..., Drafter] | None = None,
-    draft: Checkpoint | Counts | Datastore | Texts | Nothing | None = None,
+    draft: Draft | None = None,
     partitioner: Partitioner | None = None,
 ) -> System:
     """Loads a target and, where a drafter is named, its draft.
@@ -229,7 +233,7 @@ def load(
     Args:
       target: its weights.
       drafter: makes the drafter; called with ``model=`` the draft if that is a model, and with
-        ``eos_id=`` the target's if it copies from texts.
+        ``eos_id=`` what ends the target's texts if it copies from them.
       draft: the draft's weights, table or datastore, or the texts it knows; `Nothing` for a drafter that
         has none of these.
       partitioner: where parameters lie; None is one device.
@@ -257,7 +261,9 @@ def load(
         draft.check(model, vocabulary)
     if isinstance(draft, Texts):
         own = draft.load(partitioner)[1]
-        return System(model, drafter(eos_id=model.eos_id), Params(weights, own), vocabulary)
+        return System(
+            model, drafter(eos_id=stopping.end_ids(model)), Params(weights, own), vocabulary
+        )
     small, draft_weights = draft.load(partitioner)
     if small is None:
         return System(model, drafter(), Params(weights, draft_weights), vocabulary)

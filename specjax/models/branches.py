@@ -25,7 +25,7 @@ class Branches:
     Attributes:
       model: the target.
       branches: R, leaves of a tree at most. Nodes that a drafter leaves unused are leaves too. What
-        stands on none of the first R branches gets no law, which ends its row with an error.
+        stands on none of the first R branches, or deeper, gets no law, which ends its row with an error.
       depth: P, the deepest path.
     """
 
@@ -49,7 +49,8 @@ class Branches:
         on = _branches(block, self.branches)
         several = jax.tree.map(lambda x: jnp.repeat(x, self.branches, axis=0), cache)
         read = self.model.extend(params, several, self._rows(block, on), taps=taps)
-        row, there = on.argmax(1), on.any(1)  # the first branch through every token
+        row = on.argmax(1)  # the first branch through every token
+        there = on.any(1) & (block.depth <= self.depth)
         apart = lambda x: x.reshape(on.shape[0], self.branches, *x.shape[1:])  # noqa: E731
         batch = jnp.arange(on.shape[0], dtype=jnp.int32)[:, None]
         pick = lambda x: apart(x)[batch, row, block.depth]  # noqa: E731

@@ -16,7 +16,9 @@ from specjax.data.vocabulary import Vocabulary
 from specjax.decode import stats
 from specjax.decode.interfaces import Params, Prompt
 from specjax.decode.verify import BlockVerification, GreedyMatch, LenientSampling
+from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.small_model import SmallModel
+from specjax.infer import system
 from specjax.models.t5 import T5, T5Config
 
 TINY = T5Config(
@@ -243,3 +245,24 @@ def test_settings_of_a_method_are_told_apart():
     assert harness.told_apart([make(2, 3)])[0][0] == "–"
     with pytest.raises(ValueError, match="the same setting twice"):
         harness.told_apart([make(2, 3), make(2, 3)])
+    with pytest.raises(ValueError, match="no setting to try"):
+        harness.told_apart([])
+    mixed = [label for label, _ in harness.told_apart([make(2, 3), Lookahead(2, 3, 2)])]
+    assert mixed[0].startswith("depth 2 nodes 3") and "window 2 ngram 3" in mixed[1]
+
+
+def test_rules_for_chains_are_not_crossed_with_trees(pair):
+    contest = run._shipped({})._replace(
+        verifiers={"block": BlockVerification()}, methods={"guess": [FreeDraft(2, 3, 32, False)]}
+    )
+    found = run._methods(run.Settings(gammas=(0, 2)), contest)
+    names = ["plain", "small model", "small model, block", "guess"]
+    assert [method.name for method in found] == names
+
+
+def test_what_a_method_decodes_with_must_fit_the_target(pair, tmp_path, monkeypatch):
+    """Ids of another vocabulary would be drafted as if they were the target's."""
+    monkeypatch.setattr(assets, "load_pair", lambda: pair)
+    counts = system.Counts("nowhere.npz", 1, 9000)
+    with pytest.raises(ValueError, match="the table has 9000 pieces"):
+        run.bench(run.Settings(), str(tmp_path), drafts={"unigram": counts})

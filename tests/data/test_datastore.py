@@ -252,6 +252,15 @@ def test_nothing_that_is_there_is_overwritten(folder, tmp_path):
     assert (tmp_path / "mine.txt").exists()
 
 
+@pytest.mark.parametrize("name", ["tokens.npy", "dataset-meta.json"])
+def test_files_that_no_build_left_are_not_removed(tmp_path, name):
+    """Only a stream beside them says that an interrupted build has left them."""
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"holds other things .{name}"):
+        build(tmp_path, texts("new"))
+    assert (tmp_path / name).read_text() == "mine"
+
+
 def test_an_interrupted_build_leaves_an_unfinished_folder(tmp_path):
     def broken():
         yield datastore.Document("one")

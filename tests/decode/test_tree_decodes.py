@@ -145,9 +145,10 @@ def test_branches_have_the_logits_of_the_tree(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), other.open, one.open)
 
 
-def test_a_node_without_a_branch_ends_its_row():
-    """What no branch reads has no law: an error, never a wrong token."""
-    out = speculate("llama", model=Branches(MODELS["llama"], 1, 4))
+@pytest.mark.parametrize("branches, depth", [(1, 4), (11, 2)])
+def test_a_node_without_a_branch_ends_its_row(branches, depth):
+    """What no branch reads, or stands too deep, has no law: an error, never a wrong token."""
+    out = speculate("llama", model=Branches(MODELS["llama"], branches, depth))
     expected = plain("llama")[2].tokens
     for row, length in enumerate(np.asarray(out.lengths)):
         np.testing.assert_array_equal(out.tokens[row, :length], expected[row, :length])

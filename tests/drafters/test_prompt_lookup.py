@@ -68,6 +68,10 @@ def test_padding_start_token_and_what_lies_behind_eos_are_never_copied():
     assert drafted(proposed(PromptLookup(3, 3, 2), [[6, 2, 7, 8, 6, 2, 7]])) == [8, 6]
     assert not proposed(PromptLookup(3, 3, 2), [[6, 1, 7, 8, 6, 1, 7]]).valid.any()
     assert drafted(proposed(PromptLookup(3, 3, 2, eos_id=-1), [[6, 1, 7, 8, 6, 1, 7]])) == [8, 6]
+    # Llama 3 has several ids that end a text: 8 is one here.
+    several = PromptLookup(1, 1, 4, eos_id=(1, 8))
+    assert drafted(proposed(several, [[6, 7, 8, 4, 5, 6]])) == [7, 8]
+    assert not proposed(several, [[8, 4, 5, 8]]).valid.any()
 
 
 def test_llma_copies_from_the_reference_alone():
