@@ -83,7 +83,7 @@ def _facts(content: dict) -> list[str]:
         text += f" Plain step {plain['step_ms']:.1f} ms, {plain['ratio']:.2f} times its bandwidth bound."
     compared = [r for r in content["rows"] if r["gamma"] and r["identical"] is not None]
     same = sum(r["identical"] for r in compared)
-    ties = sum(len(r["differences"]) for r in compared)
+    ties = sum(d["near_tie"] for r in compared for d in r["differences"])
     return [text, f"Greedy output identical to plain decoding's in {same} of {len(compared)} rows"
             + (f" ({ties} outputs differ at near-ties)." if ties else ".")]  # fmt: skip
 
@@ -95,10 +95,11 @@ def _table(rows: list[dict], published: dict[tuple, float]) -> list[str]:
         (r for r in rows if r["chosen"]), key=lambda r: (r["task"], r["temperature"])
     ):
         method = PUBLISHED.get(row["method"])
-        known = published.get((row["temperature"], method, row["task"]))
+        task = row["task"].removeprefix("spec_bench_")
+        known = published.get((row["temperature"], method, task))
         rounds = row["rounds"] - row["rounds_plain"]
         cells = [
-            row["task"], f"{row['temperature']:g}", row["method"], row["setting"],
+            task, f"{row['temperature']:g}", row["method"], row["setting"],
             f"{row['speedup']:.2f}",
             "–".join(f"{x:.2f}" for x in row["speedup_quartiles"]), f"{row['block_efficiency']:.2f}",
             _number(row["acceptance_rate"]), _number(row["drafted"] / max(rounds, 1)),
