@@ -34,8 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
+from specjax.decode import loop, tree
 from specjax.decode import sampling as laws
-from specjax.decode import tree
 from specjax.decode.interfaces import Outcome, Params, Prefilled, Prompt, Text, TokenTree
 from specjax.decode.sampling import Sampling
 
@@ -124,7 +124,7 @@ class Lookahead:
     ) -> tuple[TokenTree, LookaheadState]:
         """The window, and beside it the newest n-grams of the pool that begin with the root."""
         del params, sampling, keys
-        root = jnp.take_along_axis(text.tokens, text.length[:, None] - 1, axis=1)[:, 0]
+        root = loop.newest(text)
         state = state._replace(window=state.window.at[:, 0, 0].set(root))
         tokens = state.window.reshape(root.shape[0], -1)[:, 1:]
         if self.ngram == 2:

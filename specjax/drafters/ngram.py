@@ -12,15 +12,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from specjax.decode import processors, tree
+from specjax.decode import loop, processors, tree
 from specjax.decode import sampling as laws
-from specjax.decode.interfaces import Outcome, Params, Prefilled, Text, TokenTree
+from specjax.decode.interfaces import Params, Prefilled, Text, TokenTree
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import DRAFT
+from specjax.drafters.stateless import Stateless
 
 
 @dataclasses.dataclass(frozen=True)
-class Ngram:
+class Ngram(Stateless):
     """A chain of ``gamma`` tokens from a table of log-probabilities, which is ``params.draft``.
 
     The table is float32 ``[V]`` (order 1) or ``[V, V]`` (order 2, a row per last token): 256 MB at
@@ -36,9 +37,6 @@ class Ngram:
     order: int = 2
     gamma: int = 3
     sampled: bool = True
-
-    taps = ()
-    reach = 0
 
     def __post_init__(self):
         if self.gamma < 1:
@@ -66,7 +64,7 @@ class Ngram:
     ) -> tuple[TokenTree, tuple]:
         """Drafts a chain behind the newest token."""
         u = laws.uniform(laws.fold(keys, DRAFT), self.gamma)
-        root = jnp.take_along_axis(text.tokens, text.length[:, None] - 1, axis=1)[:, 0]
+        root = loop.newest(text)
 
         def step(carry, u_i):
             token, past = carry
@@ -86,14 +84,6 @@ class Ngram:
         if self.order == 2:
             return table[previous]
         return jnp.broadcast_to(table, (*previous.shape, table.shape[0]))
-
-    def observe(self, params: Params, state: tuple, outcome: Outcome) -> tuple:
-        del params, outcome
-        return state
-
-    def rewind(self, state: tuple, length: Int[Array, "B"]) -> tuple:
-        del length
-        return state
 
 
 def unigram_table(

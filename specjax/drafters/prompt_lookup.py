@@ -8,18 +8,19 @@ References:
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Key
 
 from specjax.decode import tree
-from specjax.decode.interfaces import Outcome, Params, Prefilled, Prompt, Text, TokenTree
+from specjax.decode.interfaces import Params, Prefilled, Prompt, Text, TokenTree
 from specjax.decode.sampling import Sampling
 from specjax.drafters import suffixes
+from specjax.drafters.stateless import Stateless
 
 FIRST, LAST = "first", "last"
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Stateless):
     """Copies the tokens behind the longest match of the newest ones; a chain, or a tree of several.
 
     Searched are, in this order, the prompt of an encoder-decoder and the text: start token and padding
@@ -51,9 +52,6 @@ class PromptLookup:
     tie: str = FIRST
     output: bool = True
     eos_id: int | tuple[int, ...] = 1
-
-    taps = ()
-    reach = 0
 
     def __post_init__(self):
         if not 1 <= self.min_match <= self.max_match:
@@ -102,11 +100,3 @@ class PromptLookup:
             valid = spans[:, 0] >= 0
             return tree.chain(jnp.where(valid, spans[:, 0], 0), valid, None), state
         return tree.merge(spans, jnp.zeros(at.shape, jnp.float32), self.nodes), state
-
-    def observe(self, params: Params, state, outcome: Outcome):
-        del params, outcome
-        return state
-
-    def rewind(self, state, length: Int[Array, "B"]):
-        del length
-        return state

@@ -18,8 +18,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Key
 
 from specjax.decode import tree
-from specjax.decode.interfaces import Outcome, Params, Prefilled, Text, TokenTree
+from specjax.decode.interfaces import Params, Prefilled, Text, TokenTree
 from specjax.decode.sampling import Sampling
+from specjax.drafters.stateless import Stateless
 
 # Weights 2^i of the first words that differ must fit 32 bits.
 LONGEST = 30
@@ -40,7 +41,7 @@ class Store(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rest:
+class Rest(Stateless):
     """A tree of what the store, which is ``params.draft``, has behind the text's longest known end.
 
     The end is the longest of ``max_match`` to ``min_match`` tokens with anything behind it; where there
@@ -61,9 +62,6 @@ class Rest:
     retrieved: int = 64
     depth: int = 10
     nodes: int = 64
-
-    taps = ()
-    reach = 0
 
     def __post_init__(self):
         if not 1 <= self.min_match <= self.max_match <= LONGEST:
@@ -109,14 +107,6 @@ class Rest:
         read = jax.vmap(lambda *part: behind(*part, size, self.depth))
         tokens = read(*store, low[..., None] + own)
         return jnp.where(mine[..., None], tokens + 1, 0).sum(0, dtype=jnp.int32) - 1
-
-    def observe(self, params: Params, state: tuple, outcome: Outcome) -> tuple:
-        del params, outcome
-        return state
-
-    def rewind(self, state: tuple, length: Int[Array, "B"]) -> tuple:
-        del length
-        return state
 
 
 def ends(

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.decode import tree
-from specjax.decode.interfaces import Outcome, Params, Prefilled, Prompt, Text, TokenTree
+from specjax.decode.interfaces import Params, Prefilled, Prompt, Text, TokenTree
 from specjax.decode.sampling import Sampling
 from specjax.drafters import suffixes
+from specjax.drafters.stateless import Stateless
 from specjax.drafters.suffixes import NOTHING
 
 HIERARCHICAL, PARALLEL, SINGLE = MODES = ("hierarchical", "parallel", "single")
@@ -72,7 +73,7 @@ def absorb(store: Store, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Trie:
+class Trie(Stateless):
     """Proposes what stands behind the newest tokens in prompt, output and store, by frequency.
 
     A node weighs (1 - ``weight``) times its frequency in the prompt plus ``weight`` times that in this
@@ -112,9 +113,6 @@ class Trie:
     max_match: int = 2
     places: int = 64
     eos_id: int | tuple[int, ...] = 1
-
-    taps = ()
-    reach = 0
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -225,14 +223,6 @@ class Trie:
             branches = jnp.concatenate([branches, paths], axis=1)
             weights = jnp.pad(weights, ((0, 0), (0, kept)), constant_values=FIRST)
         return tree.merge(branches, weights, self.budget, by_prefix=True)
-
-    def observe(self, params: Params, state, outcome: Outcome):
-        del params, outcome
-        return state
-
-    def rewind(self, state, length: Int[Array, "B"]):
-        del length
-        return state
 
 
 def shared(branches: Int[Array, "B M L"]) -> Bool[Array, "B M M L"]:
