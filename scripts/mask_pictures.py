@@ -17,9 +17,11 @@ from specjax import Sampling
 from specjax.analysis import plots
 from specjax.decode import tree
 from specjax.decode.interfaces import Params, Text, TokenTree
+from specjax.drafters import trie
 from specjax.drafters.lookahead import Lookahead, LookaheadState
 
 ROOT = 1
+DEPTHS = ("first token behind it", "second token", "third token")
 
 
 def lookahead() -> tuple[TokenTree, list[str]]:
@@ -41,7 +43,35 @@ def lookahead() -> tuple[TokenTree, list[str]]:
     return proposed, roles + [f"guess {g}" for g in range(drafter.guesses) for _ in range(levels)]
 
 
-PICTURES = {"lookahead": lookahead}
+def product() -> tuple[TokenTree, list[str], list[str]]:
+    """The example of SpecInfer and Medusa: two first words, each with the same three behind it."""
+    shape, words = tree.Template.of_widths(2, 3), (("It", "I"), ("is", "'", "the"))
+    said = [words[level - 1][rank] for level, rank in zip(shape.levels, shape.ranks, strict=True)]
+    tokens = jnp.arange(2, 2 + shape.nodes, dtype=jnp.int32)[None]
+    roles = ["newest committed token", *(DEPTHS[level - 1] for level in shape.levels)]
+    return shape.chosen(tokens, jnp.ones_like(tokens, bool)), roles, ["…", *said]
+
+
+def branches() -> tuple[TokenTree, list[str], list[str]]:
+    """Hierarchical branches of Alibaba's Lookahead: what followed "the" in a text, as one prefix tree."""
+    said = "the cat sat on the mat and the cat ran to the mat by the cat sat up and the"
+    words = list(dict.fromkeys(said.split()))
+    ids = jnp.asarray([[ROOT + words.index(word) for word in said.split()]], jnp.int32)
+    drafter = trie.Trie(depth=3, budget=9, outputs=9, max_match=1, weight=0.5, eos_id=-1)
+    length = jnp.asarray([ids.shape[1]], jnp.int32)
+    text = Text(
+        jnp.pad(ids, ((0, 0), (0, 4))), length, jnp.zeros_like(length), jnp.ones_like(length)
+    )
+    keys = jax.random.split(jax.random.key(0), 1)
+    drafted, _ = drafter.propose(Params(None, None), (), text, Sampling(0.0).rows(1), keys)
+    depth = np.asarray(tree.depths(drafted.parent, drafted.depth)[0])
+    valid = np.asarray(drafted.valid[0])
+    named = [words[t - ROOT] if on else "–" for t, on in zip(drafted.tokens[0], valid, strict=True)]
+    roles = [DEPTHS[d - 1] if on else "left empty" for d, on in zip(depth[1:], valid, strict=True)]
+    return drafted, ["newest committed token", *roles], ["the", *named]
+
+
+PICTURES = {"lookahead": lookahead, "product": product, "trie": branches}
 
 
 def main():

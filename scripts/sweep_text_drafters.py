@@ -241,7 +241,7 @@ def write(out: pathlib.Path) -> None:
     """docs/text_drafters.md from the parts that are there."""
     read = lambda name: json.loads((out / f"{name}.json").read_text())  # noqa: E731
     there = [n for n in ("copy", "rest", "lookahead", "verify") if (out / f"{n}.json").exists()]
-    lines = ["# Drafting from text alone: sweeps", "", INTRO, ""]
+    lines = ["# Drafting from text alone: sweeps", "", INTRO, "", MASKS, ""]
     for name in there:
         lines += [*SECTIONS[name](read(name)), ""]
     (DOCS / "text_drafters.md").write_text("\n".join(lines), encoding="utf-8")
@@ -251,6 +251,17 @@ def write(out: pathlib.Path) -> None:
 INTRO = f"""Written by `python scripts/sweep_text_drafters.py`. Target: SmolLM2-135M-Instruct in
 float32, greedy, {STEPS} tokens at most; prompts: the reported half of HumanEval and of Spec-Bench's six
 sub-tasks, ten of each. Tokens per round count the target's own token. Nothing was chosen on these prompts."""
+
+
+MASKS = """## Masks
+
+What the target reads in one step, drawn from the arrays that it is given (`python scripts/mask_pictures.py`): two first
+words with the same three behind each (the example of SpecInfer and Medusa), the branches that followed "the" in a
+text (Alibaba's Lookahead), and Lookahead decoding's window and guesses.
+
+![The product of two words and three](img/product_mask.png)
+![Branches of a trie](img/trie_mask.png)
+![Window and guesses](img/lookahead_mask.png)"""
 
 
 def _table(columns: list[str], rows: list[list]) -> list[str]:
@@ -264,7 +275,7 @@ def _copy_section(rows: list[dict]) -> list[str]:
     comparison.sweep(
         [r | {"task": f"depth {r['depth']}"} for r in every if r["method"] in ("parallel", "hierarchical")],
         DOCS / "img" / "sweep_copy.png", "budget", "tokens_per_round", "method",
-        ("node budget", "tokens per round"),
+        ("node budget", "tokens per round"), bottom=1.0,
     )  # fmt: skip
     budgets = sorted({r["budget"] for r in every})
     lines = []
@@ -275,7 +286,11 @@ def _copy_section(rows: list[dict]) -> list[str]:
                 for r in every
                 if (r["method"], r["depth"]) == (method, depth)
             }
-            lines.append([method, depth, *(own.get(b, "–") for b in budgets)])
+            span = method in ("LLMA", "prompt lookup")
+            alone = next(iter(own.values())) if span else "–"
+            lines.append(
+                [method, depth, alone, *("–" if span else own.get(b, "–") for b in budgets)]
+            )
     best = max(
         (r for r in every if r["method"] == "hierarchical"), key=lambda r: r["tokens_per_round"]
     )
@@ -291,7 +306,7 @@ def _copy_section(rows: list[dict]) -> list[str]:
         "Branch length (depth) and decoding length (budget) of Alibaba's Lookahead (2312.12728). A single",
         "span (LLMA, prompt lookup) has no budget beside its length. Parallel branches pay for every token",
         "of every branch, the hierarchical tree once for what they share, and so holds more of them.", "",
-        *_table(["method", "depth", *(f"{b} nodes" for b in budgets)], lines), "",
+        *_table(["method", "depth", "one span", *(f"{b} nodes" for b in budgets)], lines), "",
         f"By task, hierarchical with {best['budget']} nodes and depth {best['depth']}, beside LLMA of that",
         "length:", "",
         *_table(["task", "hierarchical", "LLMA", "drafted per round"],
@@ -305,7 +320,7 @@ def _rest_section(rows: list[dict]) -> list[str]:
     every = [r for r in rows if r["task"] in ("all", "human_eval")]
     comparison.sweep(
         every, DOCS / "img" / "sweep_rest.png", "nodes", "tokens_per_round", "size",
-        ("draft nodes", "tokens per round"), lambda size: f"{size:,} tokens",
+        ("draft nodes", "tokens per round"), lambda size: f"{size:,} tokens", 1.0,
     )  # fmt: skip
     sizes, nodes = sorted({r["size"] for r in every}), sorted({r["nodes"] for r in every})
     found = {(r["task"], r["size"], r["nodes"]): r["tokens_per_round"] for r in every}
@@ -327,7 +342,7 @@ def _lookahead_section(rows: list[dict]) -> list[str]:
     square = [r for r in rows if r["W"] == r["G"]]
     comparison.sweep(
         square, DOCS / "img" / "sweep_lookahead.png", "W", "tokens_per_round", "N",
-        ("window W (G = W)", "tokens per round"), lambda n: f"N = {n}",
+        ("window W (G = W)", "tokens per round"), lambda n: f"N = {n}", 1.0,
     )  # fmt: skip
     every = [r for r in rows if r["task"] == "all"]
     return [

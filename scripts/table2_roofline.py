@@ -7,6 +7,7 @@ gamma with c and v from the rooflines of our compiled steps, and what the paper 
 fitted. Takes some seven minutes on two cores; needs libtpu. Writes docs/table2_roofline.md.
 """
 
+import argparse
 import functools
 import pathlib
 
@@ -68,6 +69,7 @@ def line(row: dict) -> list:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     lines = [line(row) for row in papers.load("leviathan2022").table("Table 4 (App A.3)")]
     rows = [
         "| " + " | ".join(str(cell) for cell in cells) + " |"

@@ -103,7 +103,14 @@ def run() -> None:
     set_up(flags.FLAGS)
     config.parse(flags.FLAGS.gin_file, flags.FLAGS.gin_bindings, flags.FLAGS.gin_search_paths)
     module, _, name = MODES[flags.FLAGS.run_mode].rpartition(".")
-    call, folder = gin.get_configurable(getattr(importlib.import_module(module), name)), None
+    try:
+        call, folder = gin.get_configurable(getattr(importlib.import_module(module), name)), None
+    except ValueError:  # the files bind nothing to it
+        mode = flags.FLAGS.run_mode
+        raise ValueError(
+            f"no gin file here says how to {mode}: {module}.{name} is not bound; see configs/runs, "
+            f"configs/train and configs/examples for files of --run_mode={mode}"
+        ) from None
     if flags.FLAGS.run_mode == "bench":  # whole, it would be too large: it profiles single rounds
         call = functools.partial(call, profile_dir=flags.FLAGS.profile)
     else:

@@ -34,3 +34,13 @@ def test_a_missing_gin_file_is_one_clear_line():
     assert lines[0].startswith("specjax: ") and lines[1] == "specjax: --traceback shows where"
     assert "Traceback" not in out.stderr
     assert "no_such.gin" in out.stderr
+
+
+def test_gin_files_of_another_mode_are_one_clear_line():
+    """Nothing in them is bound to what the mode calls."""
+    out = run("--run_mode=train", "--gin_file=configs/examples/debian_ende_infer.gin")
+    assert out.returncode == 2
+    assert (
+        "no gin file here says how to train: specjax.training.loop.train is not bound" in out.stderr
+    )
+    assert "Traceback" not in out.stderr

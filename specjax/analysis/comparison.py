@@ -76,6 +76,7 @@ def sweep(
     line: str,
     labels: tuple[str, str],
     name: Callable[[object], str] = str,
+    bottom: float = 0.0,
 ) -> Figure:
     """Draws one quantity over another, a line per value of a third, a panel per task.
 
@@ -85,6 +86,7 @@ def sweep(
       x, y, line: their names in the rows.
       labels: of the two axes.
       name: of a line, from its value.
+      bottom: where the vertical axis begins.
 
     Returns:
       The figure.
@@ -111,7 +113,7 @@ def sweep(
                 axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         panels[0].set_ylabel(labels[1])
-        panels[0].set_ylim(bottom=0)
+        panels[0].set_ylim(bottom=bottom)
         if len(lines) > 1:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center",
                           ncols=min(len(lines), 5))  # fmt: skip

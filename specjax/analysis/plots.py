@@ -282,11 +282,11 @@ def mask_picture(
                 axes.annotate(label, centre, ha="center", va="center", color="white", fontsize=8)
         axes.set(xlim=(-1.7, size + 0.1), ylim=(size + 0.1, -1.7), aspect="equal")
         axes.set_axis_off()
-        axes.set_title(
-            "What the token of a row sees. Dark: itself; grey: hidden from it", fontsize=10
-        )
+        said = ("What the token of a row sees.", "Dark: itself; grey: hidden from it")
+        axes.set_title((" " if size > 12 else "\n").join(said), fontsize=10)
         handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(kinds), 3))
+        columns = max(1, min(len(kinds), size // 8))  # as many as the picture is wide
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
         return save(figure, path)
 
 

@@ -94,7 +94,10 @@ def stream(product, x: Array, weights: list[Array], passes) -> Array:
 
     def one(_, x):
         for weight in weights:
-            x = x + 1e-9 * product(x, weight)[..., :1]
+            y = product(x, weight)
+            x = x + 1e-9 * (
+                y[..., :1] + y[..., -1:]
+            )  # of one slice only its columns would be computed
         return x
 
     return lax.fori_loop(0, passes, one, x)
