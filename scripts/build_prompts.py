@@ -2,11 +2,11 @@
 
   python scripts/build_prompts.py [--out=~/.cache/specjax/smollm2] [--spec_bench=question.jsonl]
 
-Writes {code,chat}-prompts.jsonl: lines with `prompt`, and `split` ("train" or "validation", by a hash of the
-prompt). Functions come from Python files of installed packages, everything else from sentences and descriptions
-of Debian packages (scripts/build_debian.py), put into questions as people ask them: to summarise, translate,
-explain, write, answer from passages, calculate. What repeats a prompt of HumanEval or of Spec-Bench (given its
-file) is left out: they are for measuring only.
+Writes {code,chat}-prompts.jsonl: lines with `prompt`, and `split` ("train" or "validation", by a hash of
+the prompt). Functions come from Python files of installed packages, everything else from sentences and
+descriptions of Debian packages (scripts/build_debian.py), put into questions as people ask them: to
+summarise, translate, explain, write, answer from passages, calculate. What repeats a prompt of HumanEval or
+of Spec-Bench (given its file) is left out: they are for measuring only.
 """
 
 import argparse
@@ -55,14 +55,15 @@ THINGS = (
     "flowers", "loaves of bread", "shirts", "candles", "coins", "plates",
 )  # fmt: skip
 SUMS = (
-    "{n} buys {a} boxes of {t}. Each box holds {b} {t} and costs {c} dollars. How many {t} does {n} have, and what did"
-    " they cost together?",
-    "{n} has {a} {t} and gives {b} percent of them to {m}. {m} already had {c} {t}. How many {t} does {m} have now?",
-    "A shop sells {a} {t} on Monday, twice as many on Tuesday and {b} fewer than on Tuesday on Wednesday. How many {t}"
-    " did it sell in these three days?",
+    "{n} buys {a} boxes of {t}. Each box holds {b} {t} and costs {c} dollars. How many {t} does {n} have,"
+    " and what did they cost together?",
+    "{n} has {a} {t} and gives {b} percent of them to {m}. {m} already had {c} {t}. How many {t} does {m}"
+    " have now?",
+    "A shop sells {a} {t} on Monday, twice as many on Tuesday and {b} fewer than on Tuesday on Wednesday."
+    " How many {t} did it sell in these three days?",
     "{n} can make {a} {t} in an hour, {m} can make {b}. How many {t} do they make together in {c} hours?",
-    "It takes {n} {a} minutes to walk to school and {m} {b} minutes longer. How many hours do both spend walking to"
-    " school and back in {c} days?",
+    "It takes {n} {a} minutes to walk to school and {m} {b} minutes longer. How many hours do both spend"
+    " walking to school and back in {c} days?",
     "{n} saves {a} dollars every week. After {c} weeks {n} buys {t} for {b} dollars. How much money is left?",
     "There are {a} rows of {b} seats in a hall. {c} seats are empty. How many people are sitting?",
     "{n} is {a} years old. {m} is {b} years older. How old will {m} be when {n} is {c} years older than now?",

@@ -255,9 +255,9 @@ sub-tasks, ten of each. Tokens per round count the target's own token. Nothing w
 
 MASKS = """## Masks
 
-What the target reads in one step, drawn from the arrays that it is given (`python scripts/mask_pictures.py`): two first
-words with the same three behind each (the example of SpecInfer and Medusa), the branches that followed "the" in a
-text (Alibaba's Lookahead), and Lookahead decoding's window and guesses.
+What the target reads in one step, drawn from the arrays that it is given (`python scripts/mask_pictures.py`):
+two first words with the same three behind each (the example of SpecInfer and Medusa), the branches that
+followed "the" in a text (Alibaba's Lookahead), and Lookahead decoding's window and guesses.
 
 ![The product of two words and three](img/product_mask.png)
 ![Branches of a trie](img/trie_mask.png)
