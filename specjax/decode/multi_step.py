@@ -30,6 +30,11 @@ def drawn(tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
     rows = jnp.arange(batch, dtype=jnp.int32)
 
     def trial(carry, i):
+        tested = (tree_.parent[:, i] == carry[0]) & tree_.judged[:, i]
+        # V numbers for every node would cost more than the rest of a walk; few nodes are tested.
+        return lax.cond(tested.any(), test, lambda carry, *_: (carry, untested), carry, i, tested)
+
+    def test(carry, i, tested):
         at, log_rest = carry  # the last accepted node, and what is left of the law behind it
         token = tree_.tokens[:, i]
         log_q = _proposal(tree_, i, log_p)
@@ -37,13 +42,14 @@ def drawn(tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
         possible = (log_px > -jnp.inf) & (log_qx > -jnp.inf)
         log_accept = jnp.where(possible, log_px - jnp.where(possible, log_qx, 0.0), -jnp.inf)
         log_accept = jnp.minimum(log_accept, 0.0)
-        tested = (tree_.parent[:, i] == at) & tree_.judged[:, i]
         # A repeat of a refused draw is tried and never fed: nothing is left of it to be accepted.
         take = tested & tree_.valid[:, i] & (u[:, i] < jnp.exp(log_accept))
         log_rest = jnp.where((tested & ~take)[:, None], log_residual(log_rest, log_q), log_rest)
         log_rest = jnp.where(take[:, None], row_of(log_p, at * 0 + i + 1), log_rest)
         return (jnp.where(take, i, at), log_rest), (take, tested, log_accept)
 
+    none = jnp.zeros(batch, bool)
+    untested = none, none, jnp.full(batch, -jnp.inf, log_p.dtype)
     first = jnp.full(batch, -1, jnp.int32), log_p[:, 0]
     (_, log_next), outs = lax.scan(trial, first, jnp.arange(nodes, dtype=jnp.int32))
     on, tested, log_accept = (x.T for x in outs)

@@ -14,17 +14,37 @@ from specjax.models import cache as caches
 from specjax.models.cache import Cache
 
 
-class Base(abc.ABC):
+class Tabled(abc.ABC):
+    """Parameters from a table of them."""
+
+    @abc.abstractmethod
+    def table(self) -> PyTree[tuple]:
+        """(shape, logical axes, initializer) of every parameter."""
+
+    def init(self, key: Key[Array, ""]) -> PyTree:
+        """Random parameters."""
+        spec, treedef = jax.tree.flatten(self.table(), is_leaf=_is_leaf)
+        keys = jax.random.split(key, len(spec))
+        make = lambda leaf, key: leaf[2](key, leaf[0], jnp.float32)  # noqa: E731
+        return treedef.unflatten([make(leaf, k) for leaf, k in zip(spec, keys, strict=True)])
+
+    def abstract(self, dtype=jnp.float32) -> PyTree[jax.ShapeDtypeStruct]:
+        """Shapes and types of the parameters."""
+        of = lambda leaf: jax.ShapeDtypeStruct(leaf[0], dtype)  # noqa: E731
+        return jax.tree.map(of, self.table(), is_leaf=_is_leaf)
+
+    def logical_axes(self) -> PyTree[tuple[str, ...]]:
+        """Logical axis names of the parameters."""
+        return jax.tree.map(lambda leaf: leaf[1], self.table(), is_leaf=_is_leaf)
+
+
+class Base(Tabled):
     """The part of the `Model` protocol that is the same for all; a frozen dataclass with a ``config``.
 
     The configuration has ``vocab_size, head_dim, scan_layers, dtype, eos_id``.
     """
 
     config: Any
-
-    @abc.abstractmethod
-    def table(self) -> PyTree[tuple]:
-        """(shape, logical axes, initializer) of every parameter."""
 
     @property
     @abc.abstractmethod
@@ -48,24 +68,6 @@ class Base(abc.ABC):
     def unrolled(self) -> Any:
         """The same model with unrolled layers, which is how checkpoints of others name them."""
         return type(self)(dataclasses.replace(self.config, scan_layers=False))
-
-    # Parameters.
-
-    def init(self, key: Key[Array, ""]) -> PyTree:
-        """Random parameters."""
-        spec, treedef = jax.tree.flatten(self.table(), is_leaf=_is_leaf)
-        keys = jax.random.split(key, len(spec))
-        make = lambda leaf, key: leaf[2](key, leaf[0], jnp.float32)  # noqa: E731
-        return treedef.unflatten([make(leaf, k) for leaf, k in zip(spec, keys, strict=True)])
-
-    def abstract(self, dtype=jnp.float32) -> PyTree[jax.ShapeDtypeStruct]:
-        """Shapes and types of the parameters."""
-        of = lambda leaf: jax.ShapeDtypeStruct(leaf[0], dtype)  # noqa: E731
-        return jax.tree.map(of, self.table(), is_leaf=_is_leaf)
-
-    def logical_axes(self) -> PyTree[tuple[str, ...]]:
-        """Logical axis names of the parameters."""
-        return jax.tree.map(lambda leaf: leaf[1], self.table(), is_leaf=_is_leaf)
 
     # Caches.
 

@@ -1,0 +1,129 @@
+"""Drafting with Medusa's heads: all of a tree at once, from the target's last hidden state.
+
+References:
+  Cai et al. 2024 (2401.10774), sections 2.1.2 (trees) and 2.3.1 (acceptance); Stern et al. 2018
+  (1811.03115), whose blockwise decoding is the tree of one path.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from specjax.decode import sampling as laws
+from specjax.decode import tree
+from specjax.decode.interfaces import Outcome, Params, Prefilled, Text, TokenTree
+from specjax.decode.sampling import Sampling
+from specjax.decode.tree import Template
+from specjax.decode.verify import DRAFT
+from specjax.drafters import levels
+from specjax.models.medusa import TAP, Medusa
+
+
+class MedusaState(NamedTuple):
+    """What the heads read next.
+
+    Attributes:
+      hidden: ``[B, d]``: the target's state behind which it said the newest token.
+      known: ``[B]``: whether there is one. An encoder-decoder has none before its first token.
+    """
+
+    hidden: Float[Array, "B d"]
+    known: Bool[Array, "B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaHeads:
+    """A static tree whose level i + 1 head i fills: every node there has the same children.
+
+    A round whose drafts come from a state before the text's (the first one of an encoder-decoder) drafts
+    nothing. Logit processors shape the target's law alone: heads do not know the path they stand on.
+
+    Attributes:
+      model: the heads; ``params.draft`` are their parameters.
+      paths: the tree, as lists of child ranks (see `specjax.decode.tree.Template`); ``widths`` instead is
+        the Cartesian product of so many likeliest tokens of each head, (1, 1, 1) a chain.
+      widths: see ``paths``.
+      draws: sample the children of rows that sample, without replacement; False takes the likeliest ones
+        at every temperature. Lossless both.
+    """
+
+    model: Medusa
+    paths: tuple[tuple[int, ...], ...] = ()
+    widths: tuple[int, ...] = (1, 1, 1)
+    draws: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "paths", tuple(tuple(path) for path in self.paths))
+        object.__setattr__(self, "widths", tuple(self.widths))
+        heads = self.model.config.heads
+        if self.depth > heads:
+            raise ValueError(f"a tree of depth {self.depth} from {heads} heads")
+
+    @property
+    def template(self) -> Template:
+        return Template(self.paths) if self.paths else Template.of_widths(*self.widths)
+
+    @property
+    def depth(self) -> int:
+        return self.template.depth
+
+    @property
+    def nodes(self) -> int:
+        return self.template.nodes
+
+    taps = (TAP,)
+    reach = 0
+
+    def init(self, params: Params, prefilled: Prefilled, slots: int) -> MedusaState:
+        del params, slots
+        batch, width = prefilled.text.length.shape[0], self.model.config.emb_dim
+        states = prefilled.taps.get(TAP)
+        if states is None:
+            nothing = jnp.zeros((batch, width), self.model.config.dtype)
+            return MedusaState(nothing, jnp.zeros(batch, bool))
+        last = prefilled.text.length - 2  # behind it stands the newest token
+        hidden = jnp.take_along_axis(states, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
+        return MedusaState(hidden, last >= 0)
+
+    def propose(
+        self,
+        params: Params,
+        state: MedusaState,
+        text: Text,
+        sampling: Sampling,
+        keys: Key[Array, "B"],
+    ) -> tuple[TokenTree, MedusaState]:
+        """One pass of the heads."""
+        del text
+        shape, batch = self.template, state.known.shape[0]
+        logits = self.model.logits(params.draft, state.hidden[:, None])[:, 0, : shape.depth]
+        alone = dataclasses.replace(sampling, processors=())
+        log_q, u = laws.log_law(logits, alone), None
+        if self.draws:
+            count = logits.shape[1] * logits.shape[2]
+            u = laws.uniform(laws.fold(keys, DRAFT), count, log_q.dtype).reshape(logits.shape)
+        found = levels.children(logits, log_q, int(shape.ranks.max()) + 1, sampling, u)
+        level = jnp.asarray(shape.levels - 1)
+        pick = lambda x: x[:, level, jnp.asarray(shape.ranks)]  # noqa: E731
+        drafted = shape.chosen(pick(found.tokens), pick(found.there) & state.known[:, None])
+        if not self.draws:
+            return drafted, state
+        q_row = jnp.where(found.drawn[:, None], jnp.broadcast_to(level, (batch, shape.nodes)), -1)
+        swap = dict(log_q=log_q, q_row=q_row, replace=False)
+        return dataclasses.replace(drafted, **swap), state
+
+    def observe(self, params: Params, state: MedusaState, outcome: Outcome) -> MedusaState:
+        """Takes the state that said the newest token."""
+        del params
+        last = jnp.maximum(outcome.count - 1, 0)[:, None]
+        at = jnp.take_along_axis(outcome.keep, last, axis=1)
+        hidden = jnp.take_along_axis(outcome.extended.taps[TAP], at[..., None], axis=1)[:, 0]
+        went = outcome.count > 0
+        return MedusaState(jnp.where(went[:, None], hidden, state.hidden), state.known | went)
+
+    def rewind(self, state: MedusaState, length: Int[Array, "B"]) -> MedusaState:
+        """Of an earlier text the state is gone."""
+        del length
+        return state._replace(known=jnp.zeros_like(state.known))
