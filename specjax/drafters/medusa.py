@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.decode import sampling as laws
-from specjax.decode import tree
 from specjax.decode.interfaces import Outcome, Params, Prefilled, Text, TokenTree
 from specjax.decode.sampling import Sampling
 from specjax.decode.tree import Template

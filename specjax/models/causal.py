@@ -98,11 +98,20 @@ class Causal(Base):
         """
         if prompt.prefix is not None:
             raise ValueError("a decoder-only model has no forced prefix: put it into the prompt")
-        batch, width = prompt.tokens.shape
+        seen, kv = self._fill(params, prompt.tokens, prompt.length, slots)
+        cache = Cache(caches.joined(kv), prompt.length - 1)
+        text = Text(jnp.pad(prompt.tokens, [(0, 0), (0, slots)]), prompt.length)
+        return Prefilled(cache, text, self._taps(params, seen, taps), prompt)
+
+    def _fill(
+        self, params: PyTree, tokens, length: Int[Array, "B"], slots: int
+    ) -> tuple[dict, Any]:
+        """(states by tap, keys and values with room for ``slots`` more) of whole texts."""
+        batch, width = length.shape[0], jax.tree.leaves(tokens)[0].shape[1]
         steps = jnp.arange(width, dtype=jnp.int32)
         places = Places(
             jnp.broadcast_to(steps, (batch, width)),
-            jnp.broadcast_to(prompt.length[:, None], (batch, width)),
+            jnp.broadcast_to(length[:, None], (batch, width)),
         )
         bias = layers.mask_bias(steps[None] <= steps[:, None])[None, None]
         room = [(0, 0), (0, 0), (0, slots), (0, 0)]
@@ -111,10 +120,7 @@ class Causal(Base):
             kept = tuple(caches.heads_apart(jnp.pad(x, room)) for x in (key, value))
             return layers.attend_grouped(query, [(key, value, bias)]), kept
 
-        seen, kv = self._read(params, prompt.tokens, places, attend)
-        cache = Cache(caches.joined(kv), prompt.length - 1)
-        text = Text(jnp.pad(prompt.tokens, [(0, 0), (0, slots)]), prompt.length)
-        return Prefilled(cache, text, self._taps(params, seen, taps), prompt)
+        return self._read(params, tokens, places, attend)
 
     def extend(
         self,
@@ -128,6 +134,13 @@ class Causal(Base):
         logits_from=0,
     ) -> Extended:
         """Reads ``block`` behind the cache. See `Model.extend`."""
+        seen, open = self._behind(params, cache, block, open, at)
+        given = self._taps(params, seen, taps)
+        logits = self.logits(params, self.finish(params, seen["last"][:, logits_from:]))
+        return Extended(logits, given, open)
+
+    def _behind(self, params: PyTree, cache: Cache, block: Block, open, at) -> tuple[dict, Open]:
+        """(states by tap, the open slots with the block) of what is read behind a cache."""
         open, position, at = self.placed(cache, block, open, at)
         slots = jnp.arange(caches.slots(cache.kv), dtype=jnp.int32)
         cached = layers.mask_bias(slots[None] < cache.length[:, None])[:, None, None]
@@ -140,9 +153,7 @@ class Causal(Base):
             return layers.attend_grouped(query, sources), fresh
 
         seen, kv = self._read(params, block.tokens, Places(position, position + 1), attend)
-        given = self._taps(params, seen, taps)
-        logits = self.logits(params, self.finish(params, seen["last"][:, logits_from:]))
-        return Extended(logits, given, open._replace(kv=caches.joined(kv)))
+        return seen, open._replace(kv=caches.joined(kv))
 
     # Training.
 
@@ -150,7 +161,18 @@ class Causal(Base):
         self, params: PyTree, tokens: Int[Array, "B T"], remat_policy: str = "none"
     ) -> Float[Array, "B T K"]:
         """Logits of the known pieces after every token of right-padded texts."""
-        batch, width = tokens.shape
+        seen = self._teach(params, tokens, remat_policy)
+        return layers.rows_apart(self.known_logits(params, self.finish(params, seen["last"])))
+
+    def states(
+        self, params: PyTree, tokens: Int[Array, "B T"], taps: tuple[str, ...]
+    ) -> dict[str, Float[Array, "B T d"]]:
+        """Hidden states after every token of right-padded texts, by tap."""
+        return self._taps(params, self._teach(params, tokens), taps)
+
+    def _teach(self, params: PyTree, tokens, remat_policy: str = "none") -> dict:
+        """States by tap of whole texts."""
+        batch, width = jax.tree.leaves(tokens)[0].shape[:2]
         steps = jnp.arange(width, dtype=jnp.int32)
         bias = layers.mask_bias(steps[None] <= steps[:, None])[None, None]
         position = jnp.broadcast_to(steps, (batch, width))
@@ -159,8 +181,7 @@ class Causal(Base):
         def attend(query, key, value, i):
             return layers.attend_grouped(query, [(key, value, bias)]), None
 
-        seen, _ = self._read(params, tokens, places, attend, remat_policy)
-        return layers.rows_apart(self.known_logits(params, self.finish(params, seen["last"])))
+        return self._read(params, tokens, places, attend, remat_policy)[0]
 
     def _read(
         self, params, tokens, places: Places, attend, remat_policy="none"

@@ -68,6 +68,13 @@ def tile(weight: Float[Array, "N K"]) -> Array:
     return weight.reshape(-1, width, weight.shape[1]).transpose(0, 2, 1)
 
 
+def untile(weight: Float[Array, "..."]) -> Float[Array, "N K"]:
+    """A weight as ``[N, K]``, whether it is tiled or not."""
+    if weight.ndim == 2:
+        return weight
+    return weight.transpose(0, 2, 1).reshape(-1, weight.shape[1])
+
+
 def _dot(x: Array, weight: Array, dtype) -> Array:
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, weight, contract, preferred_element_type=dtype)

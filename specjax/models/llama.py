@@ -181,7 +181,9 @@ class Llama(Causal):
         self, weights: PyTree, x: Float[Array, "B M d"], shared: tuple[Array, Array], attend: Attend
     ):
         c, attention, mlp = self.config, weights["self_attn"], weights["mlp"]
-        y = layers.rms_norm(x, weights["input_layernorm"]["weight"], c.norm_eps)
+        y = x
+        if "input_layernorm" in weights:  # EAGLE's layer has none
+            y = layers.rms_norm(x, weights["input_layernorm"]["weight"], c.norm_eps)
         heads = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads, "v_proj": c.num_kv_heads}
         query, key, value = (
             layers.split_heads(project(attention[name], y), count) for name, count in heads.items()
