@@ -202,7 +202,6 @@ def verify(said: dict[str, replay.Recorded]) -> list[dict]:
         (2, 1, 1),
         (2, 2, 2),
         (4, 2, 1),
-        (4, 4, 1),
         (3, 3, 3),
         (4, 4, 3),
         (3, 5, 7),

@@ -6,7 +6,7 @@ import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,7 +27,10 @@ from specjax.decode.verify import SpeculativeSampling
 from specjax.drafters.small_model import SmallModel
 from specjax.infer import system
 from specjax.infer.system import Checkpoint
+from specjax.models.eagle import Eagle
+from specjax.models.eagle_t5 import EagleT5
 from specjax.models.families import Network
+from specjax.models.medusa import Medusa
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ def bench(
     drafts: Mapping[str, system.Draft] | None = None,
     sources: Sequence[Source] = (),
     verifiers: Mapping[str, Verifier] | None = None,
-    methods: Mapping[str, Sequence[Drafter]] | None = None,
+    methods: Mapping[str, Sequence[Drafter | Callable[..., Drafter]]] | None = None,
     profile_dir: str | None = None,
 ) -> report.Report:
     """Measures decoding with drafts against plain decoding.
@@ -106,7 +109,8 @@ def bench(
       verifiers: further lossless acceptance rules by name; every draft is measured with each of them
         too, where it drafts chains if the rule judges chains only.
       methods: further drafters by name, each with all settings that are tried; like gamma, the fastest
-        of them on one half of the examples is the one chosen for the other.
+        of them on one half of the examples is the one chosen for the other. One that needs a model is
+        given as a function of ``model=``, which is the draft of that name.
       profile_dir: where profiles of some rounds of every method go; the report then says where a
         round's time goes, and c from that too.
 
@@ -123,8 +127,9 @@ def bench(
     lossy = [name for name, rule in (verifiers or {}).items() if not rule.lossless]
     if lossy:
         raise ValueError(f"{', '.join(lossy)}: no lossless rule, its output is not the target's")
-    contest = _shipped(drafts or {}) if target is None else _load(target, drafts or {})
+    contest = _shipped() if target is None else _load(target)
     contest = contest._replace(verifiers=verifiers or {}, methods=methods or {})
+    contest = _with_drafts(contest, drafts or {})
     given = tuple(sources) or tuple(Heldout(task) for task in settings.tasks)
     names = [source.name for source in given]
     if len(set(names)) < len(names):
@@ -164,30 +169,42 @@ class Contest(NamedTuple):
     methods: Mapping[str, Sequence[Drafter]] = {}
 
 
-def _shipped(others: Mapping[str, system.Draft]) -> Contest:
+def _shipped() -> Contest:
     pair, name = assets.load_pair(), "small model"
     params = Params(pair.target_params, {name: pair.draft_params})
-    contest = Contest("debian pair", pair.target, {name: pair.draft}, params, pair.vocabulary)
-    return _with_drafts(contest, others)
+    return Contest("debian pair", pair.target, {name: pair.draft}, params, pair.vocabulary)
 
 
-def _load(target: Checkpoint, drafts: Mapping[str, system.Draft]) -> Contest:
+def _load(target: Checkpoint) -> Contest:
     alone = system.load(target)
     params = Params(alone.params.target, {})
-    contest = Contest(str(target.path), alone.target, {}, params, alone.vocabulary)
-    return _with_drafts(contest, drafts)
+    return Contest(str(target.path), alone.target, {}, params, alone.vocabulary)
 
 
 def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contest:
     models, weights = dict(contest.drafts), dict(contest.params.draft)
     for name, draft in drafts.items():
+        if isinstance(draft, system.Heads):
+            models[name], weights[name] = draft.of(contest.target, contest.params.target)
+            continue
         if not isinstance(draft, Checkpoint):
             draft.check(contest.target, contest.vocabulary)
         model, weights[name] = draft.load()
         if model is not None:
             system.check_same_pieces(contest.vocabulary, contest.target, model, draft)
             models[name] = model
-    return contest._replace(drafts=models, params=Params(contest.params.target, weights))
+    heads = Eagle | EagleT5 | Medusa
+    lacking = [n for n, m in models.items() if isinstance(m, heads) and n not in contest.methods]
+    if lacking:
+        raise ValueError(
+            f"{', '.join(lacking)}: heads draft by a drafter of their own; name it in methods"
+        )
+    methods = {
+        name: [d(model=models[name]) if callable(d) else d for d in tried]
+        for name, tried in contest.methods.items()
+    }
+    params = Params(contest.params.target, weights)
+    return contest._replace(drafts=models, params=params, methods=methods)
 
 
 def _measure(

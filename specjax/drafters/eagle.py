@@ -19,6 +19,7 @@ from specjax.decode.tree import Template
 from specjax.decode.verify import DRAFT
 from specjax.drafters import levels
 from specjax.models.eagle import TAP, Eagle, Pairs
+from specjax.models.eagle_t5 import EagleT5
 
 
 class EagleState(NamedTuple):
@@ -54,7 +55,7 @@ class EagleHead:
         at every temperature. Lossless both.
     """
 
-    model: Eagle
+    model: Eagle | EagleT5
     paths: tuple[tuple[int, ...], ...] = ()
     widths: tuple[int, ...] = (1, 1, 1)
     draws: bool = False
@@ -76,7 +77,9 @@ class EagleHead:
     def nodes(self) -> int:
         return self.template.nodes
 
-    taps = (TAP,)
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return (TAP, *self.model.reads)
 
     @property
     def reach(self) -> int:
@@ -84,16 +87,10 @@ class EagleHead:
         return self.depth + 1
 
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> EagleState:
-        """Reads all pairs of the prompt but the last."""
-        prompt, length = prefilled.prompt, prefilled.text.length
-        states = prefilled.taps[TAP]
-        tokens = jnp.roll(prompt.tokens, -1, axis=1)
-        count = jnp.maximum(length - 2, 0)
-        cache = self.model.fill(params.draft, Pairs(tokens, states), count, slots)
-        last = jnp.take_along_axis(states, count[:, None, None], axis=1)
-        pending = jnp.pad(last, ((0, 0), (0, self.depth), (0, 0)))
-        lag = jnp.minimum(length - 1, 1)
-        return EagleState(cache, pending, lag, self.model.open(len(length), self._slots))
+        """Reads the prompt's pairs, as far as there are any."""
+        cache, last, lag = self.model.begin(params.draft, prefilled, TAP, slots)
+        unread = jnp.pad(last, ((0, 0), (0, self.depth), (0, 0)))
+        return EagleState(cache, unread, lag, self.model.open(lag.shape[0], self._slots))
 
     @functools.cached_property
     def _levels(self) -> list["_Level"]:

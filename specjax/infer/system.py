@@ -5,11 +5,12 @@ import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from specjax import pretrained
+from specjax import checkpoints, pretrained
 from specjax.data import datastore
 from specjax.data import vocabulary as vocabularies
 from specjax.decode import devices, stopping
@@ -190,6 +191,36 @@ class Texts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heads:
+    """Medusa's or EAGLE's heads, which work on their target's hidden states.
+
+    Attributes:
+      path: what `specjax.pretrained.load` takes. A file may lack what heads take from their target.
+      dtype: of activations, caches and weights.
+    """
+
+    path: str
+    dtype: str = "float32"
+
+    def of(
+        self, target: Network, params: PyTree, partitioner: Partitioner | None = None
+    ) -> tuple[Network, PyTree]:
+        """The heads with what they take from their target, on all devices whole.
+
+        Raises:
+          ValueError: there are none, or they are for a target of other sizes.
+        """
+        path = pretrained.locate(self.path)
+        stored = pretrained.described(path, self.dtype)
+        found = checkpoints.load_any(path, stored, self.dtype)[1]
+        model = type(stored)(dataclasses.replace(stored.config, alone=False))
+        found = found | model.taken(target, params)
+        if partitioner is not None:
+            return model, devices.put(found, partitioner.replicated)
+        return model, model.tile(found) if jax.default_backend() == "cpu" else found
+
+
+@dataclasses.dataclass(frozen=True)
 class Nothing:
     """The draft of a drafter that has no weights."""
 
@@ -203,7 +234,7 @@ class Nothing:
 
 
 # What a drafter may decode with.
-Draft = Checkpoint | Counts | Datastore | Texts | Nothing
+Draft = Checkpoint | Counts | Datastore | Texts | Heads | Nothing
 
 
 class System(NamedTuple):
@@ -257,6 +288,9 @@ def load(
         return System(model, None, Params(weights, None), vocabulary)
     if draft is None:
         raise ValueError("a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH")
+    if isinstance(draft, Heads):
+        heads, own = draft.of(model, weights, partitioner)
+        return System(model, drafter(model=heads), Params(weights, own), vocabulary)
     if not isinstance(draft, Checkpoint):
         draft.check(model, vocabulary)
     if isinstance(draft, Texts):

@@ -82,7 +82,8 @@ def most_frequent(
     """The pieces that occur most often in token files, every file weighing the same.
 
     Args:
-      files: ``.npz`` with ``tokens``, as `specjax.training.causal_lm.Windows` reads them.
+      files: ``.npz`` with ``tokens``, as `specjax.training.causal_lm.Windows` reads them, or ``targets``
+        (`specjax.training.batches.TokenPairs`).
       count: K, how many pieces; of two that are as frequent the lower id.
       vocab_size: V.
       always: ids that are among them whatever the files say, such as the end of a text.
@@ -98,7 +99,8 @@ def most_frequent(
         if not path.is_file():
             raise ValueError(f"no token file {file}")
         with np.load(path) as arrays:
-            found = np.bincount(arrays["tokens"], minlength=vocab_size)
+            name = "tokens" if "tokens" in arrays else "targets"
+            found = np.bincount(arrays[name], minlength=vocab_size)
         share += found / found.sum()
     share[list(always)] = np.inf
     return of_ids(np.argsort(-share, kind="stable")[:count], vocab_size)

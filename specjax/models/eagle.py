@@ -12,13 +12,12 @@ References:
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, PyTree
 
-from specjax.decode.interfaces import Block, Open
+from specjax.decode.interfaces import Block, Open, Prefilled
 from specjax.models import cache as caches
 from specjax.models import layers
 from specjax.models.cache import Cache
@@ -51,10 +50,12 @@ class EagleConfig(LlamaConfig):
 
     Attributes:
       fc_bias: whether the layer that joins token and state has a bias (the authors' Llama 3 heads lack it).
+      alone: parameters without what is taken from the target, as files of heads are; they do not decode.
     """
 
     num_layers: int = 1
     fc_bias: bool = True
+    alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,9 @@ class Eagle(Llama):
             out["fc"]["bias"] = ((c.emb_dim,), ("embed",), initializers.zeros)
         said = c.vocab_size if c.draft_vocab is None else len(c.draft_vocab)
         for name, rows in (("embed_tokens", c.vocab_size), ("lm_head", said)):
-            out[name] = {"weight": ((rows, c.emb_dim), ("vocab", "embed"), normal)}
+            out.pop(name, None)
+            if not c.alone:
+                out[name] = {"weight": ((rows, c.emb_dim), ("vocab", "embed"), normal)}
         return out
 
     def embed(self, params: PyTree, tokens: Any, places: Places) -> Array:
@@ -100,10 +103,26 @@ class Eagle(Llama):
     def output(self, params: PyTree) -> Float[Array, "..."]:
         return params["lm_head"]["weight"]
 
-    def fill(self, params: PyTree, pairs: Pairs, count: Int[Array, "B"], slots: int) -> Cache:
-        """The cache of ``count`` pairs per row, with room for ``slots`` more."""
+    def begin(
+        self, params: PyTree, prefilled: Prefilled, tap: str, slots: int
+    ) -> tuple[Cache, Float[Array, "B 1 d"], Int[Array, "B"]]:
+        """Reads all pairs of the prompt but the last.
+
+        Args:
+          params: the head's.
+          prefilled: the target's, with its states under ``tap``.
+          tap: which states.
+          slots: room in the cache beyond the prompt.
+
+        Returns:
+          (cache, the last pair's state, how many pairs are unread: 0 for a prompt of one token).
+        """
+        prompt, states = prefilled.prompt, prefilled.taps[tap]
+        count = jnp.maximum(prompt.length - 2, 0)
+        pairs = Pairs(jnp.roll(prompt.tokens, -1, axis=1), states)
         _, kv = self._fill(params, pairs, count, slots)
-        return Cache(caches.joined(kv), count)
+        last = jnp.take_along_axis(states, count[:, None, None], axis=1)
+        return Cache(caches.joined(kv), count), last, jnp.minimum(prompt.length - 1, 1)
 
     def read(
         self, params: PyTree, cache: Cache, block: Block, open: Open, at
@@ -112,25 +131,28 @@ class Eagle(Llama):
         seen, open = self._behind(params, cache, block, open, at)
         return seen["last"], open
 
-    def next_states(self, params: PyTree, pairs: Pairs) -> Float[Array, "B M d"]:
-        """The same for whole texts of pairs, as training reads them."""
+    def next_states(self, params: PyTree, pairs: Pairs, batch: dict) -> Float[Array, "B M d"]:
+        """The same for whole texts of pairs, as training reads them; all it needs of a ``batch``."""
+        del batch
         return self._teach(params, pairs)["last"]
 
+    def taken(self, target: Any, params: PyTree) -> PyTree:
+        """What a head takes from its target: embedding, and the rows of the output layer that it can say.
 
-def taken(model: Eagle, target: Any, params: PyTree) -> PyTree:
-    """What a head takes from its target: embedding, and the rows of the output layer that it can say.
+        Args:
+          target: its target.
+          params: the target's parameters, tiled or not.
 
-    Raises:
-      ValueError: the target has other sizes, or its embedding is scaled.
-    """
-    c, theirs = model.config, target.config
-    if (c.vocab_size, c.emb_dim) != (theirs.vocab_size, theirs.emb_dim):
-        raise ValueError(
-            f"the head is for {c.vocab_size} pieces and width {c.emb_dim}, the target has "
-            f"{theirs.vocab_size} and {theirs.emb_dim}"
-        )
-    output = layers.untile(target.output(params))
-    if c.draft_vocab is not None:
-        output = output[jnp.asarray(c.draft_vocab.ids)]
-    embedding = jax.tree.map(lambda x: x, params["embed_tokens"])
-    return {"embed_tokens": embedding, "lm_head": {"weight": output}}
+        Raises:
+          ValueError: the target has other sizes.
+        """
+        c, theirs = self.config, target.config
+        if (c.vocab_size, c.emb_dim) != (theirs.vocab_size, theirs.emb_dim):
+            raise ValueError(
+                f"the head is for {c.vocab_size} pieces and width {c.emb_dim}, the target has "
+                f"{theirs.vocab_size} and {theirs.emb_dim}"
+            )
+        output = layers.untile(target.output(params))
+        if c.draft_vocab is not None:
+            output = output[jnp.asarray(c.draft_vocab.ids)]
+        return {"embed_tokens": dict(params["embed_tokens"]), "lm_head": {"weight": output}}

@@ -4,12 +4,17 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
+from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.eagle_t5 import EagleT5, EagleT5Config
 from specjax.models.llama import Llama, LlamaConfig
+from specjax.models.medusa import Medusa, MedusaConfig
 from specjax.models.opt import Opt, OptConfig
 from specjax.models.t5 import T5, T5Config
 
-Config = T5Config | LlamaConfig | OptConfig
+Config = T5Config | LlamaConfig | OptConfig | MedusaConfig
 Network = T5 | Llama | Opt
+# What has parameters and is kept: models that decode, and heads, which need a target for that.
+Kept = Network | Medusa
 
 
 class Family(NamedTuple):
@@ -19,24 +24,28 @@ class Family(NamedTuple):
     config: type
 
 
+# Heads come with a target; EAGLE's are Llamas and T5s too, and so stand before these.
 FAMILIES = {
+    "eagle": Family(Eagle, EagleConfig),
+    "eagle_t5": Family(EagleT5, EagleT5Config),
+    "medusa": Family(Medusa, MedusaConfig),
     "t5": Family(T5, T5Config),
     "llama": Family(Llama, LlamaConfig),
     "opt": Family(Opt, OptConfig),
 }
 
 
-def of(config: Config) -> Network:
+def of(config: Config) -> Kept:
     """The model with this configuration."""
     return next(f.model for f in FAMILIES.values() if isinstance(config, f.config))(config)
 
 
-def name(model: Network) -> str:
+def name(model: Kept) -> str:
     """Its family's name."""
     return next(name for name, family in FAMILIES.items() if isinstance(model, family.model))
 
 
-def dump(model: Network) -> dict[str, Any]:
+def dump(model: Kept) -> dict[str, Any]:
     """Family and configuration, to be stored as JSON."""
     return {"model": name(model), "config": dataclasses.asdict(model.config)}
 

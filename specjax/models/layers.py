@@ -21,8 +21,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 # Outputs per tile of a tiled weight: the widest that divides the outputs is taken.
 TILES = (64, 32, 16)
-# Up to this many rows a tiled weight is multiplied and summed in one fused loop, on a CPU.
-TILED_ROWS = 64
+# Up to this many rows a tiled weight is multiplied and summed in one fused loop, on a CPU; of more, a dot
+# per tile takes as long.
+TILED_ROWS = 1024
 # The same for a weight that is not tiled: outside these the dot is the faster form.
 FUSED_ROWS = range(2, 17)
 

@@ -33,6 +33,7 @@ class MedusaConfig:
       layers: residual blocks per head.
       own_output: whether every head has an output layer of its own; else they share one, the target's.
       draft_vocab: the pieces that heads can say; None for all.
+      alone: parameters without the output layer that heads share; they do not decode.
       dtype: activations. Logits are float32 at least.
     """
 
@@ -42,6 +43,7 @@ class MedusaConfig:
     layers: int = 1
     own_output: bool = True
     draft_vocab: DraftVocab | None = None
+    alone: bool = False
     dtype: str = "float32"
 
     def __post_init__(self):
@@ -79,7 +81,7 @@ class Medusa(Tabled):
         head = {f"layer_{i}": block for i in range(c.layers)}
         own = {"output": output} if c.own_output else {}
         heads: dict[str, Any] = {f"head_{i}": head | own for i in range(c.heads)}
-        return heads if c.own_output else heads | {"output": output}
+        return heads if c.own_output or c.alone else heads | {"output": output}
 
     def states(self, params: PyTree, hidden: Float[Array, "B M d"]) -> list[Float[Array, "B M d"]]:
         """What every head's output layer reads: x + SiLU(W x + b), block after block."""
@@ -111,6 +113,25 @@ class Medusa(Tabled):
     def tile(self, params: PyTree) -> PyTree:
         """The parameters laid out for a CPU (`layers.tile`)."""
         return jax.tree.map(lambda leaf: layers.tile(leaf) if leaf.ndim == 2 else leaf, params)
+
+    def taken(self, target: Any, params: PyTree) -> PyTree:
+        """What heads take from their target: an output layer that they share, if they have no own ones.
+
+        Raises:
+          ValueError: the target has other sizes.
+        """
+        c, theirs = self.config, target.config
+        if (c.vocab_size, c.emb_dim) != (theirs.vocab_size, theirs.emb_dim):
+            raise ValueError(
+                f"the heads are for {c.vocab_size} pieces and width {c.emb_dim}, the target has "
+                f"{theirs.vocab_size} and {theirs.emb_dim}"
+            )
+        if c.own_output:
+            return {}
+        output = layers.untile(target.output(params))
+        if c.draft_vocab is not None:
+            output = output[jnp.asarray(c.draft_vocab.ids)]
+        return {"output": {"weight": output}}
 
 
 def begun(model: Medusa, params: PyTree, output: Float[Array, "V d"]) -> PyTree:

@@ -11,6 +11,7 @@ References:
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,29 @@ class T5(Base):
         logits_from=0,
     ) -> Extended:
         """Reads ``block`` behind the cache. See `Model.extend`."""
+        seen, open = self._behind(params, cache, block, open, at)
+        seen["final"] = self.finish(params, seen["last"])
+        logits = project_logits(self.config, params, seen["final"][:, logits_from:])
+        given = {name: seen[name] for name in taps if name != "encoded"}  # that came by prefill
+        return Extended(logits, given, open)
+
+    def words(self, params: PyTree, tokens: Any) -> Float[Array, "B M d"]:
+        """What the decoder's first layer reads."""
+        return embed(self.config, params, tokens)
+
+    def finish(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M d"]:
+        """What the output layer reads: the last layer's output, normed."""
+        return layers.rms_norm(x, params["decoder"]["decoder_norm"]["scale"], self.config.norm_eps)
+
+    def output(self, params: PyTree) -> Float[Array, "..."]:
+        """The output layer on what `finish` gives, tiled or not; a tied one with its scale."""
+        if self.config.logits_via_embedding:
+            table = params["token_embedder"]["embedding"]
+            return table * jnp.asarray(self.config.emb_dim**-0.5, table.dtype)
+        return params["decoder"]["logits_dense"]["weight"]
+
+    def _behind(self, params: PyTree, cache: Cache, block: Block, open, at) -> tuple[dict, Open]:
+        """(states by tap, the open slots with the block) of what is read behind a cache."""
         config = self.config
         open, position, at = self.placed(cache, block, open, at)
         bias_of = _decoder_bias(config, params["decoder"], cache, block, position, open.position)
@@ -196,14 +220,9 @@ class T5(Base):
             cross = (*caches.layer(cache.cross, i), cross_bias)
             return decoder_layer(config, layer, x, self_attend, cross), (fresh, x)
 
-        x, outs = stack.run(params["decoder"], body, embed(config, params, block.tokens))
+        x, outs = stack.run(params["decoder"], body, self.words(params, block.tokens))
         kv, seen = stack.split(outs)
-        seen["last"] = x
-        x = layers.rms_norm(x, params["decoder"]["decoder_norm"]["scale"], config.norm_eps)
-        seen["final"] = x
-        logits = project_logits(config, params, x[:, logits_from:])
-        given = {name: seen[name] for name in taps if name != "encoded"}  # that came by prefill
-        return Extended(logits, given, open._replace(kv=caches.joined(kv)))
+        return seen | {"last": x}, open._replace(kv=caches.joined(kv))
 
     # Training.
 
@@ -222,11 +241,32 @@ class T5(Base):
         ``encoded`` is the output of `encode`, where that is at hand, or must come from another model.
         ``drop`` stands where T5X has dropout; ``remat_policy`` see `stack.run`.
         """
-        config, decoder = self.config, params["decoder"]
         if encoded is None:
             encoded = self.encode(params, inputs, input_mask, None, drop, remat_policy)
+        x = drop(self.words(params, decoder_inputs))
+        x = self._teach(params, x, encoded, input_mask, drop, remat_policy)["last"]
+        return layers.rows_apart(project_logits(self.config, params, drop(self.finish(params, x))))
+
+    def states(
+        self,
+        params: PyTree,
+        encoded: Float[Array, "B L d"],
+        input_mask: Bool[Array, "B L"],
+        decoder_inputs: Int[Array, "B T"],
+        taps: tuple[str, ...],
+    ) -> dict[str, Float[Array, "B T d"]]:
+        """The decoder's hidden states after each of its inputs, by tap."""
+        seen = self._teach(params, self.words(params, decoder_inputs), encoded, input_mask)
+        seen["final"] = self.finish(params, seen["last"])
+        return {name: seen[name] for name in taps}
+
+    def _teach(
+        self, params, x, encoded, input_mask, drop=layers.KEEP, remat_policy="none"
+    ) -> dict[str, Float[Array, "B T d"]]:
+        """States by tap of whole decoder texts."""
+        config, decoder = self.config, params["decoder"]
         cross_bias = layers.mask_bias(input_mask)[:, None, None]
-        steps = jnp.arange(decoder_inputs.shape[1], dtype=jnp.int32)
+        steps = jnp.arange(x.shape[1], dtype=jnp.int32)
         relative = (steps[None] - steps[:, None])[None]
         causal = layers.mask_bias(relative <= 0)[:, None]
         bias_of = _bias_of(config, decoder, relative, False, causal)
@@ -236,12 +276,11 @@ class T5(Base):
             bias = bias_of(layer)
             attend = lambda q, k, v: layers.attend(q, [(k, v, bias)], dropped)  # noqa: E731
             cross = (*cross_kv(config, layer, encoded), cross_bias)
-            return layers.rows_apart(decoder_layer(config, layer, x, attend, cross, dropped)), None
+            out = decoder_layer(config, layer, x, attend, cross, dropped)
+            return layers.rows_apart(out), (None, x)
 
-        x = layers.rows_apart(drop(embed(config, params, decoder_inputs)))
-        x, _ = stack.run(decoder, body, x, remat_policy)
-        x = layers.rms_norm(x, decoder["decoder_norm"]["scale"], config.norm_eps)
-        return layers.rows_apart(project_logits(config, params, drop(x)))
+        x, outs = stack.run(decoder, body, layers.rows_apart(x), remat_policy)
+        return stack.split(outs)[1] | {"last": x}
 
 
 def encode(

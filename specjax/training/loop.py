@@ -35,6 +35,9 @@ class Recipe(Protocol):
 
     Attributes:
       model: whose parameters are trained.
+
+    A recipe may also have ``rates(params)``: a tree like the parameters of what the learning rate is
+    multiplied by for each of them, 0 for what stays as it is. Without it all are trained alike.
     """
 
     model: Any
@@ -44,7 +47,10 @@ class Recipe(Protocol):
         ...
 
     def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
-        """(summed loss, sums to report: at least ``tokens``, by which the others are divided)."""
+        """(summed loss, sums to report: at least ``tokens``, by which the others are divided).
+
+        A sum called ``name/of`` is divided by the sum ``of`` instead, and reported as ``name``.
+        """
         ...
 
     def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
@@ -133,7 +139,21 @@ def adafactor(schedule: Schedule) -> optax.GradientTransformation:
     return optax.adafactor(schedule, decay_rate=0.8, multiply_by_parameter_scale=True)
 
 
-OPTIMIZERS = {"adam": adam, "adafactor": adafactor}
+def adamw(
+    schedule: Schedule, clip: float = 0.5, b2: float = 0.95, decay: float = 0.0
+) -> optax.GradientTransformation:
+    """AdamW with the clipping and the second beta that EAGLE's heads are trained with.
+
+    References:
+      Li et al. 2024 (2401.15077), section 4 (training).
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(schedule, b1=0.9, b2=b2, weight_decay=decay),
+    )
+
+
+OPTIMIZERS = {"adam": adam, "adafactor": adafactor, "adamw": adamw}
 
 
 def make_optimizer(name: str, schedule: Schedule) -> optax.GradientTransformation:
@@ -160,6 +180,7 @@ def train(
     initial_params: PyTree | Callable[[], PyTree] | None = None,
     optimizer: str = "adam",
     partitioner: Partitioner | None = None,
+    accumulation: int = 1,
 ) -> TrainState:
     """Trains to ``schedule.steps``, or until SIGTERM, which saves and returns.
 
@@ -177,8 +198,10 @@ def train(
       checkpoint_period, evaluation_period, log_period: in steps.
       initial_params: start from these instead of ``recipe.init``; or a function that is called with
         ``shardings=`` those of the parameters (None for one device) and returns them.
-      optimizer: "adam" or "adafactor".
+      optimizer: "adam", "adafactor" or "adamw".
       partitioner: the devices of all processes, and what lies where; None trains on one.
+      accumulation: batches whose mean gradient makes one update. ``schedule`` counts updates, all other
+        steps are batches.
 
     Returns:
       The last state.
@@ -188,7 +211,9 @@ def train(
         ``output_dir`` holds another run or is remote.
     """
     folder = pathlib.Path(runs.local(output_dir, "training runs")).expanduser().resolve()
-    update = make_optimizer(optimizer, schedule)
+    update = _grouped(make_optimizer(optimizer, schedule), recipe)
+    if accumulation > 1:
+        update = optax.MultiSteps(update, accumulation).gradient_transformation()
     hosts.decide(functools.partial(_claim, folder, recipe, batches, optimizer, seed))
     every = _Periods(checkpoint_period, evaluation_period, log_period)
     with (
@@ -202,12 +227,13 @@ def train(
         native.describe(folder, recipe.model, native.RUN)
         run_step = make_step(recipe, update)
         evaluate = make_evaluation(recipe, validation or {}, partitioner)
-        task = bar.add_task("training", total=schedule.steps, loss="")
+        steps = schedule.steps * accumulation
+        task = bar.add_task("training", total=steps, loss="")
         meter = _Meter()
-        for step in range(int(state.step), schedule.steps):
+        for step in range(int(state.step), steps):
             state, sums = run_step(state, placement.read(batches, step, partitioner))
             meter.add(sums)
-            done, last = step + 1, step + 1 == schedule.steps
+            done, last = step + 1, step + 1 == steps
             # Processes stop together; to ask all of them costs time, so that is not done in every step.
             together = jax.process_count() == 1 or done % every.log == 0
             stop = together and hosts.any_of(stopped())
@@ -224,6 +250,16 @@ def train(
             if stop:
                 break
     return state
+
+
+def _grouped(optimizer: optax.GradientTransformation, recipe: Recipe):
+    """The optimizer at every parameter's own rate."""
+    if not hasattr(recipe, "rates"):
+        return optimizer
+    rates = sorted(set(jax.tree.leaves(recipe.rates(recipe.model.abstract()))))
+    of = lambda rate: optax.chain(optimizer, optax.scale(rate)) if rate else optax.set_to_zero()  # noqa: E731
+    names = lambda params: jax.tree.map(str, recipe.rates(params))  # noqa: E731
+    return optax.partition({str(rate): of(rate) for rate in rates}, names)
 
 
 class _Periods(NamedTuple):
@@ -285,10 +321,15 @@ def make_evaluation(
 
 
 def averages(sums: dict) -> dict[str, float]:
-    """Sums per token; ``tokens`` stays the count."""
+    """Sums per token, or per what their name says; ``tokens`` stays the count."""
     sums = {name: float(value) for name, value in sums.items()}
-    tokens = sums["tokens"]
-    return {n: v if n == "tokens" else v / max(tokens, 1.0) for n, v in sums.items()}
+    counts = {name.partition("/")[2] for name in sums} - {""}
+    out = {}
+    for name, value in sums.items():
+        short, _, of = name.partition("/")
+        if name not in counts:
+            out[short] = value if name == "tokens" else value / max(sums[of or "tokens"], 1.0)
+    return out
 
 
 def save(manager: ocp.CheckpointManager, state: TrainState) -> None:

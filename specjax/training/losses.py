@@ -23,3 +23,25 @@ def correct(
 ) -> Float[Array, ""]:
     """Weighted count of tokens whose logit is the largest."""
     return jnp.where(logits.argmax(-1) == targets, weights, 0.0).sum()
+
+
+def among(
+    logits: Float[Array, "B T V"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    count: int,
+) -> Float[Array, ""]:
+    """Weighted count of tokens that are among the ``count`` likeliest (of equal ones the first)."""
+    own = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    before = (logits > own) | ((logits == own) & (ids < targets[..., None]))
+    return jnp.where(before.sum(-1) < count, weights, 0.0).sum()
+
+
+def smooth_l1(
+    x: Float[Array, "B T d"], y: Float[Array, "B T d"], weights: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Summed Huber loss with threshold 1, the mean over the last axis; weighted per token."""
+    gap = jnp.abs(x - y)
+    each = jnp.where(gap < 1, 0.5 * gap * gap, gap - 0.5)
+    return (each.mean(-1) * weights).sum()

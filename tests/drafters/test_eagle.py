@@ -12,7 +12,7 @@ from specjax.decode import loop
 from specjax.decode.interfaces import Params
 from specjax.decode.verify import GreedyMatch
 from specjax.drafters.eagle import EagleHead
-from specjax.models import draft_vocab, eagle
+from specjax.models import draft_vocab
 from specjax.models.eagle import Eagle, EagleConfig, Pairs
 from tests import toys
 from tests.models import decoders
@@ -23,7 +23,9 @@ TREES = {
     "chain": dict(widths=(1, 1, 1)),
     "product": dict(widths=(2, 2)),
     # The third node of the first level has a child, the second has none.
-    "sparse": dict(paths=((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 0), (2, 0, 1))),
+    "sparse": dict(
+        paths=((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 0), (2, 0, 1))
+    ),
 }
 TARGET = decoders.tiny_llama(dtype="float64")
 
@@ -42,7 +44,7 @@ def made(draft=None):
     """A random head on the target's embedding and output layer, and its parameters."""
     head = of_config(draft_vocab=draft)
     params = decoders.init(head, 3)
-    return head, params | eagle.taken(head, TARGET, plain()[0])
+    return head, params | head.taken(TARGET, plain()[0])
 
 
 @functools.cache
@@ -57,7 +59,9 @@ def speculate(shape, rows=slice(None), draft=None, **options):
     prompt = jax.tree.map(lambda x: x[rows], prompt)
     head, weights = made(draft)
     options = {"eos_id": -1, "max_decode_len": STEPS} | options
-    return generate(TARGET, params, prompt, drafter=EagleHead(head, **shape), draft_params=weights, **options)
+    return generate(
+        TARGET, params, prompt, drafter=EagleHead(head, **shape), draft_params=weights, **options
+    )
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -87,21 +91,30 @@ def test_a_reduced_vocabulary_drafts_its_pieces_only():
     np.testing.assert_array_equal(out.tokens, plain()[2].tokens)
 
 
+WIDE = 40
+
+
+@functools.cache
+def compiled():
+    """(the target's states of a padded text, the head's of its pairs), compiled once."""
+    head = made()[0]
+    states = jax.jit(lambda params, text: TARGET.states(params, text, ("final",))["final"])
+    return states, jax.jit(lambda weights, pairs: head.next_states(weights, pairs, {}))
+
+
 def recomputed(head, weights, params, text, path):
     """The head's logits behind a text and drafted tokens, as training reads whole texts.
 
     The target's states are recomputed from the text alone; behind it the head's own follow.
     """
-    length = jnp.asarray([len(text)], jnp.int32)
-    prompt = toys.Prompt(jnp.asarray(text, jnp.int32)[None], length)
-    states = TARGET.prefill(params, prompt, 1, taps=("final",)).taps["final"][:, :-1]
-    tokens = jnp.asarray(text, jnp.int32)[None, 1:]
-    for token in [*path, None]:
-        out = head.next_states(weights, Pairs(tokens, states))
-        if token is None:
-            return head.logits(weights, out[:, -1:])[0, 0]
-        tokens = jnp.concatenate([tokens, jnp.full((1, 1), token, jnp.int32)], axis=1)
-        states = jnp.concatenate([states, out[:, -1:]], axis=1)
+    target_states, next_states = compiled()
+    words = jnp.asarray(np.pad([*text, *path], (0, WIDE - len(text) - len(path))), jnp.int32)[None]
+    tokens = jnp.roll(words, -1, axis=1)
+    states = target_states(params, words)
+    for at in range(len(text) - 2, len(text) - 1 + len(path)):
+        out = next_states(weights, Pairs(tokens, states))
+        states = states.at[:, at + 1].set(out[:, at])
+    return head.logits(weights, states[:, at + 1][:, None])[0, 0]
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -127,7 +140,9 @@ def test_drafts_are_what_training_reads(shape):
             if len(text) < 2:
                 assert not drafted.valid[row].any()
                 continue
-            _check(drafter, drafted, row, functools.partial(recomputed, head, weights, params, text))
+            _check(
+                drafter, drafted, row, functools.partial(recomputed, head, weights, params, text)
+            )
         state = one(both, state, sampling=sampling)
     assert len(lags) > 1
 
@@ -145,4 +160,4 @@ def _check(drafter, drafted, row, law):
 
 def test_a_head_of_another_width_is_refused():
     with pytest.raises(ValueError, match="the head is for 32 pieces and width 24"):
-        eagle.taken(of_config(emb_dim=24), TARGET, plain()[0])
+        of_config(emb_dim=24).taken(TARGET, plain()[0])

@@ -1,0 +1,199 @@
+"""What heads learn: which labels, from which positions; and that decoding does what they learned."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import generate
+from specjax.decode.interfaces import Prompt
+from specjax.decode.verify import GreedyMatch
+from specjax.drafters.eagle import EagleHead
+from specjax.drafters.medusa import MedusaHeads
+from specjax.models import draft_vocab, medusa
+from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.medusa import Medusa, MedusaConfig
+from specjax.training import answers, heads, loop, states
+from tests import toys
+from tests.models import decoders
+
+TARGET = decoders.tiny_llama()
+WIDTH = TARGET.config.emb_dim
+MEDUSA = Medusa(MedusaConfig(toys.VOCAB, WIDTH, heads=3))
+EAGLE = Eagle(
+    EagleConfig(
+        vocab_size=toys.VOCAB, emb_dim=WIDTH, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )
+)
+
+
+# Labels and weights.
+
+
+def test_the_mask_is_that_of_decoding():
+    """M1: tokens a b c d e, of which c d e answer. Positions 0, 1 and 2 are drafted from, 3 and 4 not.
+
+    Where a prefill says the first token of an answer by itself, drafting begins at position 1; here the first
+    round begins behind the prompt, and drafts that token from position 0.
+    """
+    batch = {"tokens": jnp.arange(5)[None], "weights": jnp.asarray([[0.0, 0, 1, 1, 1]])}
+    wanted, weights, _ = heads.labels(batch, 2, None)
+    assert weights[0].tolist() == [1, 1, 1, 0, 0]
+    assert wanted[0, :3].tolist() == [2, 3, 4]
+
+
+def test_every_head_is_one_token_further():
+    """M3: six tokens; valid labels 4, 3, 2 for heads 0, 1, 2, the first ones tokens 2, 3, 4."""
+    batch = {"tokens": jnp.arange(6)[None], "weights": jnp.ones((1, 6))}
+    for i, count in enumerate((4, 3, 2)):
+        wanted, weights, _ = heads.labels(batch, 2 + i, None)
+        assert weights.sum() == count and wanted[0, 0] == 2 + i
+
+
+def test_labels_that_heads_cannot_say_count_as_missed():
+    vocab = draft_vocab.of_ids(np.asarray([0, 2, 5]), 6)
+    batch = {"tokens": jnp.arange(6)[None], "weights": jnp.ones((1, 6))}
+    wanted, weights, known = heads.labels(batch, 2, vocab)
+    assert wanted[0, 0] == 1 and wanted[0, 3] == 2
+    assert weights[0].tolist() == [1, 1, 1, 1, 0, 0] and known[0].tolist() == [1, 0, 0, 1, 0, 0]
+
+
+@functools.cache
+def target():
+    return decoders.init(TARGET, 1)
+
+
+def batch_of(tokens, weights):
+    tokens = jnp.asarray(tokens, jnp.int32)
+    seen = TARGET.states(target(), tokens, ("final",))["final"]
+    return {"tokens": tokens, "weights": jnp.asarray(weights, jnp.float32), "states": seen}
+
+
+def begun(model):
+    rng = np.random.default_rng(4)
+    noise = lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype)  # noqa: E731
+    params = jax.tree.map(noise, model.abstract())
+    if isinstance(model, Eagle):
+        return params | model.taken(TARGET, target())
+    return medusa.begun(model, params, TARGET.output(target()))
+
+
+RECIPES = {"medusa": heads.Medusa1(MEDUSA), "eagle": heads.Eagle1(EAGLE, noise=0.0)}
+every = pytest.mark.parametrize("name", RECIPES)
+
+
+@every
+def test_other_positions_have_no_gradient(name):
+    """M1: what stands in front of the answer, and behind its last label, is not learned."""
+    recipe, rng = RECIPES[name], np.random.default_rng(0)
+    tokens = rng.integers(2, toys.VOCAB, (1, 8))
+    batch = batch_of(tokens, [[0, 0, 0, 1, 1, 1, 0, 0]])
+    # Positions 1 to 3 are used, whose p + 2 is of the answer. Medusa learns the tokens from p + 2 on, EAGLE
+    # the states behind p + 1.
+    learned, ignored = ({3, 4, 5}, {6, 7}) if name == "medusa" else ({2, 3, 4}, {5, 6, 7})
+
+    def gradient(batch):
+        return jax.grad(lambda p: recipe.evaluate(p, batch)["loss"])(begun(recipe.model))
+
+    def changed(at):
+        if name == "eagle":
+            return batch | {"states": batch["states"].at[0, at].add(1.0)}
+        return batch | {"tokens": batch["tokens"].at[0, at].set(2 + (tokens[0, at] + 5) % 30)}
+
+    base = gradient(batch)
+    for at in learned | ignored:
+        pairs = zip(*map(jax.tree.leaves, (gradient(changed(at)), base)), strict=True)
+        assert all(bool((a == b).all()) for a, b in pairs) == (at in ignored), at
+
+
+@every
+def test_padding_changes_nothing(name):
+    """M7: ten more columns, and a row of padding."""
+    recipe, rng = RECIPES[name], np.random.default_rng(1)
+    tokens = rng.integers(2, toys.VOCAB, (2, 8))
+    weights = np.asarray([[0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0, 0]], np.float32)
+    wide = lambda x: np.pad(x, ((0, 1), (0, 10)))  # noqa: E731
+    params = begun(recipe.model)
+    one = loop.averages(recipe.evaluate(params, batch_of(tokens, weights)))
+    other = loop.averages(recipe.evaluate(params, batch_of(wide(tokens), wide(weights))))
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        np.testing.assert_allclose(other[key], value, rtol=1e-5, err_msg=key)
+
+
+def test_every_head_learns():
+    """M4."""
+    batch = batch_of(np.random.default_rng(0).integers(2, toys.VOCAB, (1, 8)), np.ones((1, 8)))
+    grads = jax.grad(lambda p: RECIPES["medusa"].evaluate(p, batch)["loss"])(begun(MEDUSA))
+    for i in range(3):
+        assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads[f"head_{i}"]))
+
+
+def test_five_guesses_hold_the_first():
+    """Top-1 and top-5 are counts of the same positions."""
+    batch = batch_of(np.random.default_rng(0).integers(2, toys.VOCAB, (4, 8)), np.ones((4, 8)))
+    found = loop.averages(RECIPES["medusa"].evaluate(begun(MEDUSA), batch))
+    assert 0 <= found["top1_1"] <= found["top5_1"] <= 1
+    logits = MEDUSA.known_logits(begun(MEDUSA), batch["states"])[:, :-3, 1]
+    order = np.argsort(-np.asarray(logits), axis=-1, kind="stable")[..., :5]
+    hits = (order == np.asarray(batch["tokens"])[:, 3:, None]).any(-1).mean()
+    np.testing.assert_allclose(found["top5_1"], hits, rtol=1e-6)
+
+
+# Training, then decoding.
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """One prompt and the target's own greedy answer, as a file of answers; and a folder."""
+    folder = tmp_path_factory.mktemp("heads")
+    prompt = Prompt(jnp.asarray([[5, 9, 3, 7]], jnp.int32), jnp.asarray([4], jnp.int32))
+    out = generate(TARGET, target(), prompt, max_decode_len=24, eos_id=-1)
+    text = np.concatenate([prompt.tokens[0], out.tokens[0]])
+    answers.save(folder / "one.npz", answers.Answered([text], [np.arange(28) >= 4]))
+    return folder, prompt, out
+
+
+@pytest.fixture
+def batches(said, monkeypatch):
+    """The answers with the toy target's states."""
+    monkeypatch.setattr(states.pretrained, "load", lambda name: (TARGET, target(), None))
+    source = answers.AnswerBatches((str(said[0] / "one.npz"),), lengths=(28,), tokens=28)
+    return states.StateBatches(source, "toy", folder=str(said[0] / "states"))
+
+
+def test_states_are_read_once(said, batches):
+    one = batches[0]
+    np.testing.assert_allclose(
+        one["states"], batch_of(one["tokens"], one["weights"])["states"], atol=2e-3
+    )
+    again = states.StateBatches(batches.batches, "toy", folder=batches.folder)
+    np.testing.assert_array_equal(again[5]["states"], one["states"])
+    assert len(list((said[0] / "states").iterdir())) == 1
+
+
+@every
+def test_what_overfits_is_accepted_whole(name, said, batches, tmp_path):
+    """M2, M7: accuracy 1 in training and acceptance 1 in decoding come together."""
+    recipe, (_, prompt, out) = RECIPES[name], said
+    schedule = loop.Schedule(peak=1e-2, warmup=10, steps=250, decay=100)
+    state = loop.train(
+        recipe, batches, str(tmp_path / name), schedule, {"again": batches}, optimizer="adamw",
+        initial_params=begun(recipe.model), checkpoint_period=500, evaluation_period=250,
+    )  # fmt: skip
+    found = loop.averages(recipe.evaluate(state.params, jax.tree.map(jnp.asarray, batches[0])))
+    accurate = [v for k, v in found.items() if k.startswith("top1")]
+    assert min(accurate) == 1.0
+    frozen = recipe.rates(state.params)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), begun(recipe.model), state.params)
+    for rate, change in zip(jax.tree.leaves(frozen), jax.tree.leaves(moved), strict=True):
+        assert change == (rate > 0)
+    kind = MedusaHeads if name == "medusa" else EagleHead
+    got = generate(
+        TARGET, target(), prompt, drafter=kind(recipe.model, widths=(1,) * (3 if name == "medusa" else 1)),
+        draft_params=state.params, max_decode_len=24, eos_id=-1, verifier=GreedyMatch(),
+    )  # fmt: skip
+    np.testing.assert_array_equal(got.tokens, out.tokens)
+    assert int(got.stats.accepted[0]) == int(got.stats.tested[0]) > 0
