@@ -31,6 +31,7 @@ class _Format(NamedTuple):
 _LOOKED_FOR = (
     "a T5X folder (a file 'checkpoint', or checkpoint_N/)",
     "a Hugging Face folder (config.json with model.safetensors or model.safetensors.index.json)",
+    "a folder of heads (medusa_lm_head, or config.json with EAGLE's fc.weight)",
     "a folder or training run of ours (specjax.json)",
     "an int8 file (*.safetensors)",
     "a GGUF file (*.gguf)",
@@ -90,6 +91,8 @@ def _recognise(path: str | os.PathLike) -> _Format:
         return _native()
     if place.is_file() and place.suffix == ".gguf":
         return _gguf()
+    if (place / "config.json").is_file() and _holds_heads(place):
+        return _heads()
     if (place / "config.json").is_file() and list(place.glob("model.safetensors*")):
         return _huggingface(place)
     if place.name == "checkpoint" or list(place.glob("checkpoint*")):
@@ -113,6 +116,18 @@ def _huggingface(folder: pathlib.Path) -> _Format:
         return _Format(causal.read_config, causal.load)
 
     return _Format(huggingface.read_config, huggingface.load)
+
+
+def _holds_heads(folder: pathlib.Path) -> bool:
+    from specjax.checkpoints import heads
+
+    return heads.recognise(folder)
+
+
+def _heads() -> _Format:
+    from specjax.checkpoints import heads
+
+    return _Format(heads.read_config, heads.load)
 
 
 def _gguf() -> _Format:

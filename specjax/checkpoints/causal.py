@@ -182,6 +182,11 @@ def describe(model: Llama | Opt) -> dict[str, Any]:
             "do_layer_norm_before": c.norm_first, "enable_bias": True, "tie_word_embeddings": True,
             "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "pad_token_id": c.pad_id,
         }  # fmt: skip
+    return describe_llama(c)
+
+
+def describe_llama(c: LlamaConfig) -> dict[str, Any]:
+    """The same of a Llama's configuration."""
     kind = "qwen2" if c.qkv_bias and not c.out_bias else "llama"
     ends = [c.eos_id, *c.other_eos_ids]
     return {

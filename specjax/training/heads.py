@@ -1,8 +1,8 @@
 """Recipes for heads on a frozen target: Medusa-1 and EAGLE-1.
 
-Position p stands for a token that the target has read. Decoding drafts from p once token p + 1 is the newest:
-first from the prompt's last but one, whose next token is the prompt's last, to say the first one of the answer.
-So heads learn at every p whose token p + 2 is an answer's, and what they are to say must be of it too.
+Position p stands for a token that the target has read. Decoding drafts from p once token p + 1 is the
+newest: first from the prompt's last token but one, to say the first one of the answer. So heads learn at
+every p whose token p + 2 is an answer's, and what they are to say must be of it too.
 """
 
 import dataclasses

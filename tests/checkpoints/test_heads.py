@@ -1,0 +1,239 @@
+"""Heads in their authors' files: names, counts, biases; what is wrong is named; there and back bit by bit."""
+
+import collections
+import io
+import json
+import pickle
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specjax import checkpoints
+from specjax.checkpoints import heads, structure, torch_file
+from specjax.infer import system
+from specjax.models import draft_vocab
+from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.medusa import Medusa, MedusaConfig
+from tests import toys
+from tests.models import decoders
+
+TARGET = decoders.tiny_llama()
+WIDTH = TARGET.config.emb_dim
+
+
+def medusa(**options):
+    return Medusa(MedusaConfig(toys.VOCAB, WIDTH, **dict(heads=5) | options))
+
+
+def eagle(**options):
+    sizes = dict(
+        vocab_size=toys.VOCAB, emb_dim=WIDTH, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
+    )
+    return Eagle(EagleConfig(**sizes | options))
+
+
+def random(model):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.abstract())
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+MEDUSA_NAMES = {f"{h}.0.linear.{n}" for h in range(5) for n in ("weight", "bias")} | {
+    f"{h}.1.weight" for h in range(5)
+}
+# SafeAILab/EAGLE, released heads of Vicuna and LLaMA 2; Llama 3's lack fc.bias.
+EAGLE_NAMES = {"fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight"}
+EAGLE_NAMES |= {f"layers.0.self_attn.{n}_proj.weight" for n in "qkvo"}
+EAGLE_NAMES |= {f"layers.0.mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize("options", [{}, dict(layers=2), dict(own_output=False)])
+def test_medusa_there_and_back(options, tmp_path):
+    model = medusa(**options)
+    params = random(model)
+    heads.save(params, model, tmp_path / "m", "base")
+    if not options:
+        assert (
+            set(safetensors.numpy.load_file(tmp_path / "m" / heads.MEDUSA_FILES[0])) == MEDUSA_NAMES
+        )
+    config = checkpoints.infer_config(tmp_path / "m")
+    assert (config.heads, config.layers, config.own_output) == (
+        5,
+        model.config.layers,
+        model.config.own_output,
+    )
+    _, found = checkpoints.load_any(tmp_path / "m")
+    equal(found, {n: x for n, x in params.items() if n != "output"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(fc_bias=False), dict(draft_vocab=draft_vocab.of_ids(np.arange(9), toys.VOCAB))],
+)
+def test_eagle_there_and_back(options, tmp_path):
+    """L1, L5: names and biases as released; without the target's parts, and back with them."""
+    model = eagle(**options)
+    params = random(model)
+    heads.save(params, model, tmp_path / "e", "base")
+    stored = set(safetensors.numpy.load_file(tmp_path / "e" / "model.safetensors"))
+    expected = EAGLE_NAMES if model.config.fc_bias else EAGLE_NAMES - {"fc.bias"}
+    assert stored == expected | {"embed_tokens.weight"}
+    said = json.loads((tmp_path / "e" / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForCausalLM"] and said["num_hidden_layers"] == 1
+    assert said["bias"] == model.config.fc_bias
+    config = checkpoints.infer_config(tmp_path / "e")
+    assert config.alone and config.draft_vocab == model.config.draft_vocab
+    _, found = checkpoints.load_any(tmp_path / "e")
+    equal(found, {n: x for n, x in params.items() if n not in ("embed_tokens", "lm_head")})
+
+
+def test_heads_get_what_they_take_from_their_target(tmp_path):
+    """The embedding, and the rows of the output layer that the head can say."""
+    vocab = draft_vocab.of_ids(np.asarray([1, 5, 6]), toys.VOCAB)
+    model, params = eagle(draft_vocab=vocab), decoders.init(TARGET, 1)
+    heads.save(random(model), model, tmp_path / "e", "base")
+    found, weights = system.Heads(str(tmp_path / "e")).of(TARGET, TARGET.tile(params))
+    assert not found.config.alone
+    equal(weights["embed_tokens"], params["embed_tokens"])
+    x = jax.random.normal(jax.random.key(0), (1, 2, WIDTH))
+    got = found.known_logits(weights, x)
+    np.testing.assert_allclose(
+        got, x @ TARGET.output(params)[jnp.asarray([1, 5, 6])].T, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_number_of_heads_is_that_of_the_tensors(tmp_path, caplog):
+    """L8: published configurations say 2, or nothing."""
+    model = medusa()
+    heads.save(random(model), model, tmp_path, "base")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"medusa_num_heads": 2}))
+    assert checkpoints.infer_config(tmp_path).heads == 5
+    assert "says medusa_num_heads = 2; 5 are stored, which count" in caplog.text
+
+
+def test_a_bias_that_is_said_and_not_there(tmp_path):
+    """L1."""
+    model = eagle(fc_bias=False)
+    heads.save(random(model), model, tmp_path, "base")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bias": True}))
+    with pytest.raises(ValueError, match="says bias = True, but fc.bias is missing"):
+        checkpoints.infer_config(tmp_path)
+
+
+def test_the_bias_counts(tmp_path):
+    """L1: a head whose bias is not 0 says something else without it."""
+    model = eagle()
+    params = random(model)
+    heads.save(params, model, tmp_path, "base")
+    _, found = checkpoints.load_any(tmp_path)
+    assert float(jnp.abs(found["fc"]["bias"]).max()) > 0
+    np.testing.assert_array_equal(found["fc"]["bias"], params["fc"]["bias"])
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda t: t.pop("layers.0.mlp.up_proj.weight"), "missing: layers.0.mlp.up_proj.weight"),
+    (lambda t: t.update({"norm.weight": np.ones(WIDTH, np.float32)}), "unexpected: norm.weight"),
+    (lambda t: t.update({"fc.weight": np.ones((WIDTH, WIDTH), np.float32)}), r"misshapen: fc.weight"),
+])  # fmt: skip
+def test_what_does_not_fit_is_named(change, said, tmp_path):
+    """L5: nothing is made up, and nothing is left out."""
+    model = eagle()
+    heads.save(random(model), model, tmp_path, "base")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        checkpoints.load_any(tmp_path)
+
+
+def test_heads_in_the_way_are_not_overwritten(tmp_path):
+    model = medusa()
+    heads.save(random(model), model, tmp_path, "base")
+    with pytest.raises(ValueError, match="holds medusa_lm_head.safetensors already"):
+        heads.save(random(model), model, tmp_path, "base")
+
+
+# torch's files.
+
+
+class Named:
+    """Pickled as a name of another module, as torch's functions are."""
+
+    def __init__(self, module, name, *arguments):
+        self.path, self.arguments = (module, name), arguments
+
+
+class Pickler(pickle._Pickler):
+    """Writes what torch.save does, without torch."""
+
+    def persistent_id(self, obj):
+        return obj[1] if isinstance(obj, tuple) and obj and obj[0] == "persistent" else None
+
+    def save(self, obj, save_persistent_id=True):
+        if isinstance(obj, Named):
+            self.write(pickle.GLOBAL + f"{obj.path[0]}\n{obj.path[1]}\n".encode())
+            if obj.arguments:
+                super().save(obj.arguments)
+                self.write(pickle.REDUCE)
+            return
+        super().save(obj, save_persistent_id)
+
+
+def torch_save(file, tensors):
+    """A file as torch 2 writes it: a zip with a pickle of protocol 2, and every storage as a file."""
+    buffer, storages, made = io.BytesIO(), {}, collections.OrderedDict()
+    for i, (name, x) in enumerate(tensors.items()):
+        storages[str(i)] = np.ascontiguousarray(x)
+        pid = ("storage", Named("torch", "FloatStorage"), str(i), "cpu", x.size)
+        strides = tuple(s // x.itemsize for s in storages[str(i)].strides)
+        made[name] = Named(
+            "torch._utils", "_rebuild_tensor_v2", ("persistent", pid), 0, x.shape, strides, False,
+            collections.OrderedDict(),
+        )  # fmt: skip
+    Pickler(buffer, 2).dump(made)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", buffer.getvalue())
+        for key, x in storages.items():
+            archive.writestr(f"archive/data/{key}", x.tobytes())
+
+
+def test_torch_files_are_read_without_torch(tmp_path):
+    model = medusa()
+    params = random(model)
+    heads.save(params, model, tmp_path / "a", "base")
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / heads.MEDUSA_FILES[0])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
+    torch_save(tmp_path / "b" / "medusa_lm_head.pt", tensors)
+    _, found = checkpoints.load_any(tmp_path / "b")
+    equal(found, params)
+    assert structure.shapes(found) == structure.shapes(model.abstract())
+
+
+def test_a_torch_file_that_asks_for_more_is_refused(tmp_path):
+    """Nothing in it is run."""
+    file = tmp_path / "evil.pt"
+    buffer = io.BytesIO()
+    Pickler(buffer, 2).dump({"x": Named("os", "system", f"touch {tmp_path / 'ran'}")})
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", buffer.getvalue())
+    with pytest.raises(ValueError, match="asks for os.system, which is no tensor"):
+        torch_file.load(file)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip at all"])
+def test_other_files_are_refused(content, tmp_path):
+    file = tmp_path / "x.pt"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read"):
+        torch_file.load(file)
