@@ -39,6 +39,8 @@ PARTS = (
     "tpu/models.gin",
     "tpu/decoders.gin",
     "runs/aot_train.gin",
+    "train/debian_heads.gin",
+    "train/smollm2_heads.gin",
 )
 FINETUNE = "MODEL_DIR INITIAL_CHECKPOINT_PATH MIXTURE_OR_TASK_NAME"
 for _task in ("ende", "cnndm"):
@@ -216,3 +218,15 @@ def test_the_papers_models_are_fine_tuned_on_the_papers_tasks(size):
         model = config.macro("MODEL").unrolled  # the large ones are scanned
         config.parse([f"configs/models/t5_1_1_{size}.gin"], ["DTYPE='bfloat16'"])
         assert model == config.macro("MODEL")
+
+
+@pytest.mark.parametrize("name", ["medusa.MedusaHeads", "eagle.EagleHead"])
+def test_heads_are_methods_and_must_be_named(name):
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    bindings += ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "WIDTHS=(2, 1)", "DRAWS=True"]
+    names = ["configs/runs/infer.gin", f"configs/methods/{name.split('.')[0]}.gin"]
+    config.parse(names, [*bindings, "HEADS_PATH='y'"])
+    assert gin.query_parameter(f"{name}.widths").scoped_configurable_fn() == (2, 1)
+    assert "system.Heads()" in gin.config_str()
+    with pytest.raises(ValueError, match="not subsequently overridden"):
+        config.parse(names, bindings)

@@ -462,7 +462,7 @@ def test_eval_scores_what_infer_wrote(tmp_path):
         run.evaluate(lambda: out / "predict", source, Settings(num_shards=2))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_infer_killed_at_random_moments_completes(folder, tmp_path):
     """SIGKILL, several times: the same file, nothing lost or doubled."""
     text = "\n".join(f"package number {i} of the archive" for i in range(200))
