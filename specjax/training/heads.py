@@ -6,9 +6,11 @@ every p whose token p + 2 is an answer's, and what they are to say must be of it
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from specjax import checkpoints, pretrained
@@ -144,6 +146,38 @@ class Eagle1:
             "top5": losses.among(logits, wanted, known, 5),
             "tokens": weights.sum(),
         }
+
+
+def rank_accuracies(
+    model: Medusa, params: PyTree, batches: Iterable[dict], ranks: int = 10
+) -> Float[np.ndarray, "heads ranks"]:
+    """How often each guess of each head is right, on held-out answers: what a tree is chosen by.
+
+    Args:
+      model: the heads.
+      params: their parameters.
+      batches: see `Medusa1`.
+      ranks: guesses per head.
+
+    References:
+      Cai et al. 2024 (2401.10774), section 2.3.3.
+    """
+
+    @jax.jit
+    def count(params, batch):
+        logits, right, tokens = model.known_logits(params, batch["states"]), [], []
+        for i in range(model.config.heads):
+            wanted, weights, known = labels(batch, 2 + i, model.config.draft_vocab)
+            at = losses.rank(logits[:, :, i], wanted)
+            right.append([jnp.where(at == r, known, 0.0).sum() for r in range(ranks)])
+            tokens.append(weights.sum())
+        return jnp.asarray(right), jnp.asarray(tokens)
+
+    counts = [count(params, {n: jnp.asarray(x) for n, x in batch.items()}) for batch in batches]
+    right, tokens = (
+        sum(np.asarray(x, np.float64) for x in part) for part in zip(*counts, strict=True)
+    )
+    return right / np.maximum(tokens, 1)[:, None]
 
 
 def from_target(

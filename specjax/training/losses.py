@@ -32,10 +32,15 @@ def among(
     count: int,
 ) -> Float[Array, ""]:
     """Weighted count of tokens that are among the ``count`` likeliest (of equal ones the first)."""
+    return jnp.where(rank(logits, targets) < count, weights, 0.0).sum()
+
+
+def rank(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """How many pieces are likelier than the target, or as likely and stand before it."""
     own = jnp.take_along_axis(logits, targets[..., None], axis=-1)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     before = (logits > own) | ((logits == own) & (ids < targets[..., None]))
-    return jnp.where(before.sum(-1) < count, weights, 0.0).sum()
+    return before.sum(-1, dtype=jnp.int32)
 
 
 def smooth_l1(

@@ -142,6 +142,17 @@ def test_five_guesses_hold_the_first():
     np.testing.assert_allclose(found["top5_1"], hits, rtol=1e-6)
 
 
+def test_accuracies_by_rank_add_up():
+    """Rank by rank: the first is top-1, the first five together top-5."""
+    batch = batch_of(np.random.default_rng(0).integers(2, toys.VOCAB, (4, 8)), np.ones((4, 8)))
+    found = loop.averages(RECIPES["medusa"].evaluate(begun(MEDUSA), batch))
+    by_rank = heads.rank_accuracies(MEDUSA, begun(MEDUSA), [batch, batch], ranks=toys.VOCAB)
+    for i in range(3):
+        np.testing.assert_allclose(by_rank[i, 0], found[f"top1_{i}"], rtol=1e-6)
+        np.testing.assert_allclose(by_rank[i, :5].sum(), found[f"top5_{i}"], rtol=1e-6)
+        np.testing.assert_allclose(by_rank[i].sum(), 1, rtol=1e-6)
+
+
 # Training, then decoding.
 
 
