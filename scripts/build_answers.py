@@ -7,10 +7,10 @@
 
   python scripts/build_answers.py --chats=sharegpt.jsonl --out=chat     # or what others answered
 
-Writes OUT-train.npz and OUT-validation.npz (the lines' `split`; of chats a hash says it). Chats are
-OpenAI's or ShareGPT's JSON lines, of which the assistant's turns are learned. Prompts are read as infer read them: give
---chat and --max_length as it had them. Folders of unfinished runs count with what is done. Answers that
-repeat a prompt or an answer of HumanEval or of Spec-Bench (given its file) are left out.
+Writes OUT-train.npz and OUT-validation.npz (the lines' `split`; of chats a hash says it). Chats are OpenAI's
+or ShareGPT's JSON lines, of which the assistant's turns are learned. Prompts are read as infer read them:
+give --chat and --max_length as it had them. Folders of unfinished runs count with what is done. Answers
+that repeat a prompt or an answer of HumanEval or of Spec-Bench (given its file) are left out.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from rich.progress import track
 from specjax import pretrained
 from specjax.data import chats, prompts
 from specjax.training import answers
-
 
 HELD_OUT = 8  # of 256 chats
 
