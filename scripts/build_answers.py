@@ -20,19 +20,22 @@ import json
 import pathlib
 
 import numpy as np
+from etils import epath
 from rich.progress import track
 
 from specjax import pretrained
 from specjax.data import chats, prompts
+from specjax.data.sources import read_lines
 from specjax.training import answers
 
 HELD_OUT = 8  # of 256 chats
+SPLITS = ("train", "validation")
 
 
 def predictions(folder: pathlib.Path) -> list[dict]:
     """Lines of a finished file, or of the parts of an unfinished one."""
     files = sorted(folder.glob("*-predict.jsonl-*")) or sorted(folder.glob("tmp-*/part_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
+    return [json.loads(line) for file in files for line in read_lines(epath.Path(file))]
 
 
 def main() -> None:
@@ -48,11 +51,18 @@ def main() -> None:
     options = parser.parse_args()
     if bool(options.said) != bool(options.prompts) or not (options.said or options.chats):
         parser.error("give --prompts with --said, or --chats")
+    there = [
+        file for split in SPLITS if (file := pathlib.Path(f"{options.out}-{split}.npz")).exists()
+    ]
+    for file in there:  # token streams of build_text.py have such names too
+        with np.load(file) as arrays:
+            if "answers" not in arrays:
+                parser.error(f"{file} holds something else; choose another --out")
     vocabulary = pretrained.vocabulary(pretrained.locate(options.model))
     sets = [prompts.HumanEval()]
     sets += [prompts.SpecBench(options.spec_bench)] if options.spec_bench else []
     forbidden, left_out = prompts.excluded(*sets, answers=True), 0
-    made = {split: answers.Answered([], []) for split in ("train", "validation")}
+    made = {split: answers.Answered([], []) for split in SPLITS}
     every = itertools.chain(said(options, vocabulary), chatted(options, vocabulary))
     for text, split, tokens, mine in track(every, "reading"):
         if forbidden.touches(text):
@@ -71,7 +81,7 @@ def said(options, vocabulary):
     """(answer, split, ids, which of them answer) of all that a model wrote."""
     if not options.said:
         return
-    lines = [json.loads(x) for x in pathlib.Path(options.prompts).read_text("utf-8").splitlines()]
+    lines = [json.loads(x) for x in read_lines(epath.Path(options.prompts))]
     cut = dict(max_length=options.max_length, truncate=options.max_length is not None)
     source = prompts.PromptFile(options.prompts, chat=options.chat, **cut)
     asked = source.read(vocabulary)

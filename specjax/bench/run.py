@@ -199,6 +199,13 @@ def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contes
         raise ValueError(
             f"{', '.join(lacking)}: heads draft by a drafter of their own; name it in methods"
         )
+    bare = [
+        n for n, tried in contest.methods.items() if n not in models and any(map(callable, tried))
+    ]
+    if bare:
+        raise ValueError(
+            f"{', '.join(bare)}: a drafter that needs a model, and no draft of that name"
+        )
     methods = {
         name: [d(model=models[name]) if callable(d) else d for d in tried]
         for name, tried in contest.methods.items()

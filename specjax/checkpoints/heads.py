@@ -37,8 +37,12 @@ def recognise(folder: pathlib.Path) -> bool:
     """Whether a folder holds heads."""
     if any((folder / name).is_file() for name in MEDUSA_FILES):
         return True
-    has_config = (folder / folder_of.CONFIG).is_file()
-    return has_config and _file(folder, EAGLE_FILES) is not None and "fc.weight" in _shapes(folder)
+    if not (folder / folder_of.CONFIG).is_file() or _file(folder, EAGLE_FILES) is None:
+        return False
+    try:
+        return "fc.weight" in _shapes(folder)
+    except ValueError:  # another kind of file: other readers say what is wrong with it
+        return False
 
 
 def read_config(path: str | os.PathLike) -> MedusaConfig | EagleConfig:
@@ -110,6 +114,10 @@ def save(params: PyTree, model: Medusa | Eagle, path: str | os.PathLike, base: s
       ValueError: the folder holds heads already, the parameters do not fit, or what the format has no words
         for.
     """
+    if not isinstance(model, Medusa | Eagle):
+        raise ValueError(
+            f"no public format for {type(model).__name__}; keep it with native.save or int8.save"
+        )
     folder = pathlib.Path(path).expanduser()
     if old := [n for n in (*MEDUSA_FILES, *EAGLE_FILES) if (folder / n).exists()]:
         raise ValueError(f"{folder} holds {', '.join(old)} already")
@@ -152,7 +160,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 def _shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
     file = _file(folder, MEDUSA_FILES) or _file(folder, EAGLE_FILES)
     if file.suffix != ".safetensors":
-        return {name: x.shape for name, x in torch_file.load(file).items()}
+        return {name: x.shape for name, x in torch_file.load(file, values=False).items()}
     opened = folder_of._open_file(file)
     return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 

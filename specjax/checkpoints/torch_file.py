@@ -22,13 +22,23 @@ _TYPES = {
 }  # fmt: skip
 
 
+# What a damaged file, or one of another kind, makes the readers say.
+_DAMAGED = (
+    zipfile.BadZipFile, pickle.UnpicklingError, EOFError, OSError, LookupError, TypeError, AttributeError,
+)  # fmt: skip
+
+
 class _Storage(NamedTuple):
     dtype: Any
     key: str
 
 
-def load(file: pathlib.Path) -> dict[str, np.ndarray]:
+def load(file: pathlib.Path, values: bool = True) -> dict[str, np.ndarray]:
     """Name to array of a saved dict of tensors.
+
+    Args:
+      file: what ``torch.save`` wrote.
+      values: False reads names, shapes and types alone; all values are 0 then.
 
     Raises:
       ValueError: no such file, another kind of file, or one that asks for more than tensors.
@@ -38,9 +48,9 @@ def load(file: pathlib.Path) -> dict[str, np.ndarray]:
             pickled = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             if len(pickled) != 1:
                 raise ValueError(f"{file} holds no data.pkl: torch did not write it")
-            reader = _Reader(archive, pickled[0].removesuffix("data.pkl"), file)
+            reader = _Reader(archive, pickled[0].removesuffix("data.pkl"), file, values)
             found = reader.load()
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, OSError, KeyError) as error:
+    except _DAMAGED as error:
         raise ValueError(
             f"{file} cannot be read: {error} (files of torch before 1.6 are none of this kind)"
         ) from None
@@ -52,9 +62,9 @@ def load(file: pathlib.Path) -> dict[str, np.ndarray]:
 class _Reader(pickle.Unpickler):
     """Makes NumPy arrays where torch makes tensors."""
 
-    def __init__(self, archive: zipfile.ZipFile, folder: str, file: pathlib.Path):
+    def __init__(self, archive: zipfile.ZipFile, folder: str, file: pathlib.Path, values: bool):
         super().__init__(io.BytesIO(archive.read(f"{folder}data.pkl")))
-        self.archive, self.folder, self.file = archive, folder, file
+        self.archive, self.folder, self.file, self.values = archive, folder, file, values
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -78,9 +88,12 @@ class _Reader(pickle.Unpickler):
     def _tensor(
         self, storage: _Storage, offset: int, size: tuple, stride: tuple, *_: Any
     ) -> np.ndarray:
+        if not self.values:
+            return np.broadcast_to(np.zeros((), storage.dtype), size)
         raw = np.frombuffer(self.archive.read(f"{self.folder}data/{storage.key}"), storage.dtype)
         last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-        if math.prod(size) and not 0 <= offset <= last < len(raw):
+        inside = min((offset, *size, *stride)) >= 0 and last < len(raw)
+        if math.prod(size) and not inside:
             raise ValueError(f"{self.file}: a tensor of {size} does not lie in its storage")
         steps = [s * raw.itemsize for s in stride]
         return np.lib.stride_tricks.as_strided(raw[offset:], size, steps, writeable=False).copy()

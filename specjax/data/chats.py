@@ -5,14 +5,15 @@ Two forms are read: OpenAI's ``{"messages": [{"role": "user", "content": "…"},
 """
 
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 from jaxtyping import Bool, Int
 
 from specjax.data.prompts import Message
+from specjax.data.sources import read_lines
 from specjax.data.tokenizers import Tokenizer
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -26,11 +27,11 @@ def read(path: str) -> list[tuple[Message, ...]]:
     Raises:
       ValueError: no such file, or lines that are no chats; the first of them are named.
     """
-    file = pathlib.Path(path).expanduser()
-    if not file.is_file():
+    file = epath.Path(path).expanduser()
+    if not file.exists():
         raise ValueError(f"no chats at {file}")
     found, problems = [], []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_lines(file), 1):
         if not line.strip():
             continue
         try:

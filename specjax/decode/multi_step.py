@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.decode import tree
+from specjax.decode import devices, tree
 from specjax.decode.interfaces import TokenTree, Verdict
 from specjax.decode.residual import log_residual, normed_or, row_of
 
@@ -32,7 +32,14 @@ def drawn(tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
     def trial(carry, i):
         tested = (tree_.parent[:, i] == carry[0]) & tree_.judged[:, i]
         # V numbers for every node would cost more than the rest of a walk; few nodes are tested.
-        return lax.cond(tested.any(), test, lambda carry, *_: (carry, untested), carry, i, tested)
+        return lax.cond(
+            devices.anywhere(tested.any()),
+            test,
+            lambda carry, *_: (carry, untested),
+            carry,
+            i,
+            tested,
+        )
 
     def test(carry, i, tested):
         at, log_rest = carry  # the last accepted node, and what is left of the law behind it
@@ -46,6 +53,7 @@ def drawn(tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
         take = tested & tree_.valid[:, i] & (u[:, i] < jnp.exp(log_accept))
         log_rest = jnp.where((tested & ~take)[:, None], log_residual(log_rest, log_q), log_rest)
         log_rest = jnp.where(take[:, None], row_of(log_p, at * 0 + i + 1), log_rest)
+        log_accept = jnp.where(tested, log_accept, -jnp.inf)
         return (jnp.where(take, i, at), log_rest), (take, tested, log_accept)
 
     none = jnp.zeros(batch, bool)

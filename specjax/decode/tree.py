@@ -102,8 +102,16 @@ class Template:
         parent = jnp.broadcast_to(jnp.asarray(self.parents), tokens.shape)
         above = ancestors(parent, self.depth)[:, 1:, 1:]
         valid = (valid[:, None] | ~above).all(-1)
+        chain = self.depth == self.nodes
         return TokenTree(
-            tokens, parent, valid, valid, None, jnp.full_like(parent, -1), depth=self.depth
+            tokens,
+            parent,
+            valid,
+            valid,
+            None,
+            jnp.full_like(parent, -1),
+            depth=self.depth,
+            chain=chain,
         )
 
 

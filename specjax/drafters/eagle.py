@@ -18,8 +18,9 @@ from specjax.decode.sampling import Sampling
 from specjax.decode.tree import Template
 from specjax.decode.verify import DRAFT
 from specjax.drafters import levels
-from specjax.models.eagle import TAP, Eagle, Pairs
+from specjax.models.eagle import Eagle, Pairs
 from specjax.models.eagle_t5 import EagleT5
+from specjax.models.heads import TAP
 
 
 class EagleState(NamedTuple):
@@ -31,7 +32,7 @@ class EagleState(NamedTuple):
     Attributes:
       cache: keys and values of all pairs before them.
       states: ``[B, K, d]``; garbage from ``lag`` on.
-      lag: int32 ``[B]``: how many, 0 only where there is no pair yet.
+      lag: int32 ``[B]``: how many; 0 where there is no pair yet, or none that is known (`EagleHead.rewind`).
       open: this round's block and tree, between `propose` and `observe`.
     """
 
@@ -119,11 +120,9 @@ class EagleHead:
                 block = self._block(pairs, state.lag, depth, level.mask)
                 states, open_ = self.model.read(params.draft, state.cache, block, open_, level.at)
             logits = self.model.logits(params.draft, states)
-            log_q, u = laws.log_law(logits, alone), None
-            if self.draws:
-                count = logits.shape[1] * logits.shape[2]
-                u = laws.uniform(laws.fold(keys, depth), count, log_q.dtype).reshape(logits.shape)
-            found = levels.children(logits, log_q, int(level.rank.max()) + 1, sampling, u)
+            log_q, width = laws.log_law(logits, alone), int(level.rank.max()) + 1
+            own = laws.fold(keys, depth) if self.draws else None
+            found = levels.children(logits, log_q, width, sampling, own)
             words.append(found.tokens[:, level.parent, level.rank])
             there.append(found.there[:, level.parent, level.rank])
             log_qs.append(log_q)
@@ -165,12 +164,16 @@ class EagleHead:
         cache = self.model.commit(state.cache, state.open, slots, jnp.where(went, state.lag, 0))
         seen = outcome.extended.taps[TAP]
         new = jnp.take_along_axis(seen, jnp.maximum(outcome.keep, 0)[..., None], axis=1)
-        states = jnp.where(went[:, None, None], new, state.states)
+        states = jnp.where(went[:, None, None], new.astype(state.states.dtype), state.states)
         lag = jnp.where(went, outcome.count, state.lag)
         return EagleState(cache, states, lag, state.open)
 
     def rewind(self, state: EagleState, length: Int[Array, "B"]) -> EagleState:
-        """Of an earlier text the newest state is gone: the head drafts again once there is another."""
+        """Of an earlier text the newest state is gone, and so is its pair.
+
+        Nothing is drafted until the target has said another token; what is read then stands one pair too
+        early. The text is exact all the same.
+        """
         cache = self.model.rewind(state.cache, jnp.maximum(length - 2, 0))
         return state._replace(cache=cache, lag=jnp.zeros_like(state.lag))
 

@@ -17,7 +17,8 @@ from specjax.decode.sampling import Sampling
 from specjax.decode.tree import Template
 from specjax.decode.verify import DRAFT
 from specjax.drafters import levels
-from specjax.models.medusa import TAP, Medusa
+from specjax.models.heads import TAP
+from specjax.models.medusa import Medusa
 
 
 class MedusaState(NamedTuple):
@@ -99,11 +100,8 @@ class MedusaHeads:
         shape, batch = self.template, state.known.shape[0]
         logits = self.model.logits(params.draft, state.hidden[:, None])[:, 0, : shape.depth]
         alone = dataclasses.replace(sampling, processors=())
-        log_q, u = laws.log_law(logits, alone), None
-        if self.draws:
-            count = logits.shape[1] * logits.shape[2]
-            u = laws.uniform(laws.fold(keys, DRAFT), count, log_q.dtype).reshape(logits.shape)
-        found = levels.children(logits, log_q, int(shape.ranks.max()) + 1, sampling, u)
+        log_q, keys = laws.log_law(logits, alone), laws.fold(keys, DRAFT) if self.draws else None
+        found = levels.children(logits, log_q, int(shape.ranks.max()) + 1, sampling, keys)
         level = jnp.asarray(shape.levels - 1)
         pick = lambda x: x[:, level, jnp.asarray(shape.ranks)]  # noqa: E731
         drafted = shape.chosen(pick(found.tokens), pick(found.there) & state.known[:, None])
@@ -120,6 +118,7 @@ class MedusaHeads:
         at = jnp.take_along_axis(outcome.keep, last, axis=1)
         hidden = jnp.take_along_axis(outcome.extended.taps[TAP], at[..., None], axis=1)[:, 0]
         went = outcome.count > 0
+        hidden = hidden.astype(state.hidden.dtype)
         return MedusaState(jnp.where(went[:, None], hidden, state.hidden), state.known | went)
 
     def rewind(self, state: MedusaState, length: Int[Array, "B"]) -> MedusaState:

@@ -212,6 +212,8 @@ class Heads:
         """
         path = pretrained.locate(self.path)
         stored = pretrained.described(path, self.dtype)
+        if not hasattr(stored, "taken"):
+            raise ValueError(f"{self.path} holds no heads but a {type(stored).__name__} of its own")
         found = checkpoints.load_any(path, stored, self.dtype)[1]
         model = type(stored)(dataclasses.replace(stored.config, alone=False))
         found = found | model.taken(target, params)
@@ -287,7 +289,10 @@ def load(
     if drafter is None:
         return System(model, None, Params(weights, None), vocabulary)
     if draft is None:
-        raise ValueError("a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH")
+        raise ValueError(
+            "a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH, HEADS_PATH or what else its "
+            "file in configs/methods asks for"
+        )
     if isinstance(draft, Heads):
         heads, own = draft.of(model, weights, partitioner)
         return System(model, drafter(model=heads), Params(weights, own), vocabulary)

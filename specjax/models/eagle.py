@@ -19,13 +19,12 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from specjax.decode.interfaces import Block, Open, Prefilled
 from specjax.models import cache as caches
-from specjax.models import layers
+from specjax.models import heads, layers
 from specjax.models.cache import Cache
 from specjax.models.causal import Places, project
 from specjax.models.llama import Llama, LlamaConfig
+from specjax.models.t5 import T5
 
-# The target's hidden state that pairs have: what its output layer reads.
-TAP = "final"
 # What a head takes from its target, and files of heads therefore lack.
 TAKEN = ("embed_tokens", "lm_head")
 
@@ -57,48 +56,72 @@ class EagleConfig(LlamaConfig):
     fc_bias: bool = True
     alone: bool = False
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.scan_layers:
+            raise ValueError("an EAGLE head's layers are not scanned")
+
+
+class EagleParts:
+    """What heads of all families have in common, beside the layers; the configuration says the sizes."""
+
+    def parts(self) -> PyTree[tuple]:
+        """(shape, logical axes, initializer) of all but the layers."""
+        c, normal = self.config, initializers.normal(0.02)
+        join = {"weight": ((c.emb_dim, 2 * c.emb_dim), ("embed", "unmodeled"), normal)}
+        if c.fc_bias:
+            join["bias"] = ((c.emb_dim,), ("embed",), initializers.zeros)
+        rows = {} if c.alone else {"embed_tokens": c.vocab_size, "lm_head": heads.known(c)}
+        tables = {
+            n: {"weight": ((k, c.emb_dim), ("vocab", "embed"), normal)} for n, k in rows.items()
+        }
+        return {"fc": join} | tables
+
+    def join(self, params: PyTree, pairs: Pairs) -> Float[Array, "B M d"]:
+        """What the first layer reads: token and state, joined."""
+        dtype = self.config.dtype
+        words = params["embed_tokens"]["weight"].astype(dtype)[pairs.tokens]
+        return project(params["fc"], jnp.concatenate([words, pairs.states.astype(dtype)], axis=-1))
+
+    def known_logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M K"]:
+        """The target's output layer on the head's states, which no norm stands before (pitfall L6)."""
+        wide = np.promote_types(x.dtype, np.float32)
+        return layers.linear(x, params["lm_head"]["weight"], wide)
+
+    def logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M V"]:
+        """Logits of all pieces: minus infinity for what cannot be said."""
+        known, vocab = self.known_logits(params, x), self.config.draft_vocab
+        return known if vocab is None else vocab.whole(known)
+
+    def read(
+        self, params: PyTree, cache: Cache, block: Block, open: Open, at
+    ) -> tuple[Float[Array, "B M d"], Open]:
+        """(the states that stand for the pairs', the open slots with them); ``block.tokens`` are `Pairs`."""
+        seen, open = self._behind(params, cache, block, open, at)
+        return seen["last"], open
+
 
 @dataclasses.dataclass(frozen=True)
-class Eagle(Llama):
+class Eagle(EagleParts, Llama):
     """The head, with the caches of a model. Static: parameters are passed in."""
 
     config: EagleConfig = EagleConfig()
 
     def table(self) -> PyTree[tuple]:
         """(shape, logical axes, initializer) of every parameter, under the authors' names."""
-        c, out = self.config, super().table()
-        for i in range(c.num_layers):
-            layer = dict(out[f"layers_{i}"])
-            if i == 0:
-                del layer["input_layernorm"]
-            out[f"layers_{i}"] = layer
-        del out["norm"]
-        normal, joined = initializers.normal(0.02), (c.emb_dim, 2 * c.emb_dim)
-        out["fc"] = {"weight": (joined, ("embed", "unmodeled"), normal)}
-        if c.fc_bias:
-            out["fc"]["bias"] = ((c.emb_dim,), ("embed",), initializers.zeros)
-        said = c.vocab_size if c.draft_vocab is None else len(c.draft_vocab)
-        for name, rows in (("embed_tokens", c.vocab_size), ("lm_head", said)):
-            out.pop(name, None)
-            if not c.alone:
-                out[name] = {"weight": ((rows, c.emb_dim), ("vocab", "embed"), normal)}
-        return out
+        out = {n: x for n, x in super().table().items() if n.startswith("layers_")}
+        out["layers_0"] = {n: x for n, x in out["layers_0"].items() if n != "input_layernorm"}
+        return out | self.parts()
 
     def embed(self, params: PyTree, tokens: Any, places: Places) -> Array:
-        """What the layer reads of `Pairs`: token and state, joined."""
+        """`join`, of the `Pairs` that stand for tokens here."""
         del places
-        words = params["embed_tokens"]["weight"].astype(self.config.dtype)[tokens.tokens]
-        return project(params["fc"], jnp.concatenate([words, tokens.states], axis=-1))
+        return self.join(params, tokens)
 
     def finish(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M d"]:
-        """The state itself: no norm (pitfall L6)."""
+        """The state itself."""
         del params
         return x
-
-    def known_logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M K"]:
-        """The target's output layer on the head's states."""
-        wide = np.promote_types(x.dtype, np.float32)
-        return layers.linear(x, params["lm_head"]["weight"], wide)
 
     def output(self, params: PyTree) -> Float[Array, "..."]:
         return params["lm_head"]["weight"]
@@ -124,13 +147,6 @@ class Eagle(Llama):
         last = jnp.take_along_axis(states, count[:, None, None], axis=1)
         return Cache(caches.joined(kv), count), last, jnp.minimum(prompt.length - 1, 1)
 
-    def read(
-        self, params: PyTree, cache: Cache, block: Block, open: Open, at
-    ) -> tuple[Float[Array, "B M d"], Open]:
-        """(the states that stand for the pairs', the open slots with them); ``block.tokens`` are `Pairs`."""
-        seen, open = self._behind(params, cache, block, open, at)
-        return seen["last"], open
-
     def next_states(self, params: PyTree, pairs: Pairs, batch: dict) -> Float[Array, "B M d"]:
         """The same for whole texts of pairs, as training reads them; all it needs of a ``batch``."""
         del batch
@@ -146,13 +162,8 @@ class Eagle(Llama):
         Raises:
           ValueError: the target has other sizes.
         """
-        c, theirs = self.config, target.config
-        if (c.vocab_size, c.emb_dim) != (theirs.vocab_size, theirs.emb_dim):
-            raise ValueError(
-                f"the head is for {c.vocab_size} pieces and width {c.emb_dim}, the target has "
-                f"{theirs.vocab_size} and {theirs.emb_dim}"
-            )
-        output = layers.untile(target.output(params))
-        if c.draft_vocab is not None:
-            output = output[jnp.asarray(c.draft_vocab.ids)]
+        if isinstance(target, T5):
+            raise ValueError("an EAGLE head of a Llama layer does not fit a T5; see eagle_t5")
+        heads.check_target(self.config, target)
+        output = heads.output_rows(self.config, target, params)
         return {"embed_tokens": dict(params["embed_tokens"]), "lm_head": {"weight": output}}

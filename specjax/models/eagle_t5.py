@@ -9,17 +9,14 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.nn import initializers
 from jaxtyping import Array, Float, Int, PyTree
 
-from specjax.decode.interfaces import Block, Open, Prefilled
+from specjax.decode.interfaces import Prefilled
 from specjax.models import cache as caches
-from specjax.models import layers, stack
+from specjax.models import heads, stack
 from specjax.models.cache import Cache
-from specjax.models.causal import project
 from specjax.models.draft_vocab import DraftVocab
-from specjax.models.eagle import Pairs
+from specjax.models.eagle import EagleParts, Pairs
 from specjax.models.t5 import T5, T5Config, cross_kv
 
 
@@ -39,14 +36,13 @@ class EagleT5Config(T5Config):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.draft_vocab, dict):
-            object.__setattr__(self, "draft_vocab", DraftVocab(**self.draft_vocab))
+        object.__setattr__(self, "draft_vocab", heads.checked(self))
         if self.encoded_dim is None:
             raise ValueError("a head reads its target's encoder output: set encoded_dim")
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleT5(T5):
+class EagleT5(EagleParts, T5):
     """The head, with the caches of a decoder. Static: parameters are passed in."""
 
     config: EagleT5Config
@@ -56,40 +52,14 @@ class EagleT5(T5):
 
     def table(self) -> PyTree[tuple]:
         """(shape, logical axes, initializer) of every parameter."""
-        c, out = self.config, super().table()
-        out["fc"] = {
-            "weight": (
-                (c.emb_dim, 2 * c.emb_dim), ("embed", "unmodeled"), initializers.normal(0.02),
-            )
-        }  # fmt: skip
-        if c.fc_bias:
-            out["fc"]["bias"] = ((c.emb_dim,), ("embed",), initializers.zeros)
-        decoder = dict(out["decoder"])
-        del decoder["decoder_norm"]
-        decoder.pop("logits_dense", None)
-        del out["token_embedder"]
-        out["decoder"] = decoder
-        if not c.alone:
-            said = c.vocab_size if c.draft_vocab is None else len(c.draft_vocab)
-            for name, rows in (("embed_tokens", c.vocab_size), ("lm_head", said)):
-                made = ((rows, c.emb_dim), ("vocab", "embed"), initializers.normal(0.02))
-                out[name] = {"weight": made}
-        return out
+        decoder = dict(super().table()["decoder"])
+        for name in ("decoder_norm", "logits_dense"):
+            decoder.pop(name, None)
+        return {"decoder": decoder} | self.parts()
 
     def words(self, params: PyTree, tokens: Any) -> Float[Array, "B M d"]:
-        """What the layer reads of `Pairs`: token and state, joined."""
-        words = params["embed_tokens"]["weight"].astype(self.config.dtype)[tokens.tokens]
-        return project(params["fc"], jnp.concatenate([words, tokens.states], axis=-1))
-
-    def logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M V"]:
-        """Logits of all pieces: minus infinity for what cannot be said."""
-        known, vocab = self.known_logits(params, x), self.config.draft_vocab
-        return known if vocab is None else vocab.whole(known)
-
-    def known_logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M K"]:
-        """The target's output layer on the head's states."""
-        wide = np.promote_types(x.dtype, np.float32)
-        return layers.linear(x, params["lm_head"]["weight"], wide)
+        """`join`, of the `Pairs` that stand for tokens here."""
+        return self.join(params, tokens)
 
     def begin(
         self, params: PyTree, prefilled: Prefilled, tap: str, slots: int
@@ -108,13 +78,6 @@ class EagleT5(T5):
         cache = Cache(self.empty_kv(batch, slots), none, cross, mask)
         return cache, jnp.zeros((batch, 1, config.emb_dim), config.dtype), none
 
-    def read(
-        self, params: PyTree, cache: Cache, block: Block, open: Open, at
-    ) -> tuple[Float[Array, "B M d"], Open]:
-        """(the states that stand for the pairs', the open slots with them); ``block.tokens`` are `Pairs`."""
-        seen, open = self._behind(params, cache, block, open, at)
-        return seen["last"], open
-
     def next_states(self, params: PyTree, pairs: Pairs, batch: dict) -> Float[Array, "B M d"]:
         """The same for whole texts of pairs; ``batch`` has ``encoded`` and ``input_mask``."""
         x = self.words(params, pairs)
@@ -126,18 +89,12 @@ class EagleT5(T5):
 
     def taken(self, target: T5, params: PyTree) -> PyTree:
         """What a head takes from its target; see `specjax.models.eagle.Eagle.taken`."""
-        c, theirs = self.config, target.config
-        if (c.vocab_size, c.emb_dim, c.encoded_dim) != (
-            theirs.vocab_size,
-            theirs.emb_dim,
-            theirs.emb_dim,
-        ):
+        heads.check_target(self.config, target)
+        if not isinstance(target, T5) or self.config.encoded_dim != target.config.emb_dim:
             raise ValueError(
-                f"the head is for {c.vocab_size} pieces and width {c.emb_dim}, the target has "
-                f"{theirs.vocab_size} and {theirs.emb_dim}"
+                f"the head reads a T5's encoder output of width {self.config.encoded_dim}, which this "
+                f"{type(target).__name__} of width {target.config.emb_dim} does not have"
             )
-        output = layers.untile(target.output(params))
-        if c.draft_vocab is not None:
-            output = output[jnp.asarray(c.draft_vocab.ids)]
-        table = params["token_embedder"]["embedding"]
-        return {"embed_tokens": {"weight": table}, "lm_head": {"weight": output}}
+        output = heads.output_rows(self.config, target, params)
+        return {"embed_tokens": {"weight": params["token_embedder"]["embedding"]},
+                "lm_head": {"weight": output}}  # fmt: skip

@@ -14,12 +14,9 @@ import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, Float, PyTree
 
-from specjax.models import layers
+from specjax.models import heads, layers
 from specjax.models.base import Tabled
 from specjax.models.draft_vocab import DraftVocab
-
-# The target's hidden state that heads read: what its output layer reads.
-TAP = "final"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +44,9 @@ class MedusaConfig:
     dtype: str = "float32"
 
     def __post_init__(self):
-        if isinstance(self.draft_vocab, dict):
-            object.__setattr__(self, "draft_vocab", DraftVocab(**self.draft_vocab))
+        object.__setattr__(self, "draft_vocab", heads.checked(self))
         if min(self.heads, self.layers) < 1:
             raise ValueError(f"at least one head and layer, got {self.heads} and {self.layers}")
-
-    @property
-    def known(self) -> int:
-        """K, pieces that heads can say."""
-        return self.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +68,11 @@ class Medusa(Tabled):
             "bias": ((c.emb_dim,), ("mlp",), initializers.zeros),
         }
         normal = initializers.normal(0.02)
-        output = {"weight": ((c.known, c.emb_dim), ("vocab", "embed"), normal)}
+        output = {"weight": ((heads.known(c), c.emb_dim), ("vocab", "embed"), normal)}
         head = {f"layer_{i}": block for i in range(c.layers)}
         own = {"output": output} if c.own_output else {}
-        heads: dict[str, Any] = {f"head_{i}": head | own for i in range(c.heads)}
-        return heads if c.own_output or c.alone else heads | {"output": output}
+        out: dict[str, Any] = {f"head_{i}": head | own for i in range(c.heads)}
+        return out if c.own_output or c.alone else out | {"output": output}
 
     def states(self, params: PyTree, hidden: Float[Array, "B M d"]) -> list[Float[Array, "B M d"]]:
         """What every head's output layer reads: x + SiLU(W x + b), block after block."""
@@ -117,33 +108,34 @@ class Medusa(Tabled):
     def taken(self, target: Any, params: PyTree) -> PyTree:
         """What heads take from their target: an output layer that they share, if they have no own ones.
 
+        Args:
+          target: the target.
+          params: its parameters, tiled or not.
+
         Raises:
           ValueError: the target has other sizes.
         """
-        c, theirs = self.config, target.config
-        if (c.vocab_size, c.emb_dim) != (theirs.vocab_size, theirs.emb_dim):
-            raise ValueError(
-                f"the heads are for {c.vocab_size} pieces and width {c.emb_dim}, the target has "
-                f"{theirs.vocab_size} and {theirs.emb_dim}"
-            )
-        if c.own_output:
+        heads.check_target(self.config, target)
+        if self.config.own_output:
             return {}
-        output = layers.untile(target.output(params))
-        if c.draft_vocab is not None:
-            output = output[jnp.asarray(c.draft_vocab.ids)]
-        return {"output": {"weight": output}}
+        return {"output": {"weight": heads.output_rows(self.config, target, params)}}
 
 
-def begun(model: Medusa, params: PyTree, output: Float[Array, "V d"]) -> PyTree:
+def begun(model: Medusa, params: PyTree, target: Any, known: PyTree) -> PyTree:
     """Heads whose output layers are the target's, which is how training begins.
 
     Args:
       model: the heads.
       params: their parameters, the residual blocks at nothing.
-      output: the target's output layer: what its logits are of its hidden state, linear.
+      target: the target.
+      known: its parameters, tiled or not.
+
+    Raises:
+      ValueError: the target has other sizes.
     """
-    vocab = model.config.draft_vocab
-    given = jnp.asarray(output) if vocab is None else jnp.asarray(output)[jnp.asarray(vocab.ids)]
+    heads.check_target(model.config, target)
+    given = heads.output_rows(model.config, target, known)
     return jax.tree.map_with_path(
-        lambda path, leaf: given.astype(leaf.dtype) if path[-2].key == "output" else leaf, params
-    )
+        # an array for each head, since training gives all of them away
+        lambda path, leaf: jnp.array(given, leaf.dtype) if path[-2].key == "output" else leaf, params
+    )  # fmt: skip

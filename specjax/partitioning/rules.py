@@ -134,7 +134,7 @@ class Partitioner:
 
     def divides_heads(self, model) -> bool:
         """Whether the model axis divides the model's attention heads."""
-        return model.config.num_heads % self.mesh.shape["model"] == 0
+        return getattr(model.config, "num_heads", 0) % self.mesh.shape["model"] == 0
 
     def check_heads(self, model) -> None:
         """Raises ValueError where the model axis does not divide the model's attention heads.

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from specjax import checkpoints, pretrained
 from specjax.decode import devices
-from specjax.models import layers, medusa
+from specjax.models import medusa
 from specjax.models.draft_vocab import DraftVocab
 from specjax.models.eagle import TAKEN, Eagle, Pairs
 from specjax.models.eagle_t5 import EagleT5
@@ -194,7 +194,7 @@ def from_target(
     network, params = checkpoints.load_any(pretrained.locate(target))
     made = model.init(jax.random.key(seed))
     if isinstance(model, Medusa):
-        made = medusa.begun(model, made, layers.untile(network.output(params)))
+        made = medusa.begun(model, made, network, params)
     else:
         made |= model.taken(network, params)
     return made if shardings is None else devices.put(made, shardings)

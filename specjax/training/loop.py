@@ -214,7 +214,7 @@ def train(
     update = _grouped(make_optimizer(optimizer, schedule), recipe)
     if accumulation > 1:
         update = optax.MultiSteps(update, accumulation).gradient_transformation()
-    hosts.decide(functools.partial(_claim, folder, recipe, batches, optimizer, seed))
+    hosts.decide(functools.partial(_claim, folder, recipe, batches, optimizer, seed, accumulation))
     every = _Periods(checkpoint_period, evaluation_period, log_period)
     with (
         ocp.CheckpointManager(folder / "checkpoints", options=_options()) as manager,
@@ -380,13 +380,16 @@ def _initial(given, shardings) -> PyTree | None:
     return jax.tree.map(jnp.copy, given)
 
 
-def _claim(folder: pathlib.Path, recipe: Recipe, batches: Batches, optimizer, seed) -> None:
+def _claim(
+    folder: pathlib.Path, recipe: Recipe, batches: Batches, optimizer, seed, accumulation
+) -> None:
     """Makes the folder this run's; how long it trains may change from start to start."""
     named = (
         type(batches).__repr__ is not object.__repr__
     )  # which would tell where it lies in memory
     data = repr(batches) if named else type(batches).__name__
     described = {"recipe": repr(recipe), "data": data, "optimizer": optimizer, "seed": seed}
+    described |= {"accumulation": accumulation} if accumulation > 1 else {}
     runs.claim(str(folder), described)
     config.save(str(folder))
 

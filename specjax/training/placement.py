@@ -36,6 +36,8 @@ def state_shardings(
     params, whole = partitioner.params(model), partitioner.replicated
 
     def beside(leaf, parameter, sharding):
+        if isinstance(leaf, optax.MaskedNode):  # of a parameter that is not trained
+            return leaf
         return sharding if leaf.shape == parameter.shape else whole
 
     moments = optax.tree_map_params(
@@ -45,6 +47,7 @@ def state_shardings(
         state.params,
         params,
         transform_non_params=lambda _: whole,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
     return state._replace(params=params, optimizer=moments, step=whole, key=whole)
 

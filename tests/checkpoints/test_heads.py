@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from specjax import checkpoints
-from specjax.checkpoints import heads, structure, torch_file
+from specjax.checkpoints import causal, heads, structure, torch_file
 from specjax.infer import system
 from specjax.models import draft_vocab
 from specjax.models.eagle import Eagle, EagleConfig
@@ -229,6 +229,44 @@ def test_a_torch_file_that_asks_for_more_is_refused(tmp_path):
     with pytest.raises(ValueError, match="asks for os.system, which is no tensor"):
         torch_file.load(file)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_tensor_outside_of_its_storage_is_refused(tmp_path):
+    file = tmp_path / "x.pt"
+    torch_save(file, {"x": np.arange(8, dtype=np.float32).reshape(2, 4)})
+    with zipfile.ZipFile(file) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    for wrong in ((9, 4), (2, 9)):
+        sizes = (
+            [bytes(pickle.BININT1 + bytes([n])) for n in (2, 4)],
+            [pickle.BININT1 + bytes([n]) for n in wrong],
+        )
+        changed = content["archive/data.pkl"]
+        for old, new in zip(*sizes, strict=True):
+            changed = changed.replace(old, new, 1)
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, data in (content | {"archive/data.pkl": changed}).items():
+                archive.writestr(name, data)
+        with pytest.raises(ValueError, match="does not lie in its storage"):
+            torch_file.load(file)
+
+
+def test_other_folders_are_no_heads(tmp_path):
+    """Only names are read to see that, and what cannot be read is left to other readers."""
+    (tmp_path / "config.json").write_text("{}")
+    torch_save(tmp_path / "pytorch_model.bin", {"wte.weight": np.ones((2, 2), np.float32)})
+    assert not heads.recognise(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"an older format")
+    assert not heads.recognise(tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        checkpoints.load_any(tmp_path)
+
+
+def test_a_model_of_its_own_is_no_head(tmp_path):
+    model = decoders.tiny_llama()
+    causal.save(decoders.init(model, 1), model, tmp_path / "m")
+    with pytest.raises(ValueError, match="holds no heads but a Llama of its own"):
+        system.Heads(str(tmp_path / "m")).of(TARGET, decoders.init(TARGET, 1))
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip at all"])

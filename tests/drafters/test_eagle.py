@@ -158,5 +158,5 @@ def _check(drafter, drafted, row, law):
 
 
 def test_a_head_of_another_width_is_refused():
-    with pytest.raises(ValueError, match="the head is for 32 pieces and width 24"):
+    with pytest.raises(ValueError, match="the heads are for 32 pieces and width 24"):
         of_config(emb_dim=24).taken(TARGET, plain()[0])

@@ -42,7 +42,7 @@ def begun(model):
     noise = lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype)  # noqa: E731
     params = jax.tree.map(noise, model.abstract())
     if model is MEDUSA:
-        return medusa.begun(model, params, TARGET.output(plain()[0]))
+        return medusa.begun(model, params, TARGET, plain()[0])
     return params | model.taken(TARGET, plain()[0])
 
 

@@ -74,21 +74,30 @@ def test_children_are_draws_without_replacement():
     """The chance of every ordered pair, over many draws; a greedy row's are the likeliest ones."""
     law, many = np.asarray([0.5, 0.3, 0.15, 0.05]), 40_000
     log_q = jnp.broadcast_to(jnp.log(jnp.asarray(law)), (many, 1, 4))
-    u = jax.random.uniform(jax.random.key(0), log_q.shape, jnp.float64)
-    found = levels.children(log_q, log_q, 2, Sampling(1.0).rows(many), u)
+    keys = jax.random.split(jax.random.key(0), many)
+    found = levels.children(log_q, log_q, 2, Sampling(1.0).rows(many), keys)
     pairs = np.asarray(found.tokens[:, 0])
     for a, b in itertools.permutations(range(4), 2):
         expected = law[a] * law[b] / (1 - law[a])
         got = ((pairs == (a, b)).all(1)).mean()
         assert abs(got - expected) < 4 * np.sqrt(expected / many)
-    greedy = levels.children(log_q[:1], log_q[:1], 2, Sampling(0.0).rows(1), u[:1])
+    greedy = levels.children(log_q[:1], log_q[:1], 2, Sampling(0.0).rows(1), keys[:1])
     assert greedy.tokens[0, 0].tolist() == [0, 1] and not greedy.drawn[0]
 
 
 def test_what_cannot_be_drawn_is_not_there():
     law = jnp.log(jnp.asarray([[[1.0, 0.0, 0.0]]]))
-    found = levels.children(law, law, 2, Sampling(1.0).rows(1), jnp.full(law.shape, 0.5))
+    keys = jax.random.split(jax.random.key(0), 1)
+    found = levels.children(law, law, 2, Sampling(1.0).rows(1), keys)
     assert found.there[0, 0].tolist() == [True, False]
+
+
+def test_large_noise_has_all_its_digits_in_float32():
+    """Made of uniforms of 24 bits it would end at 16, and exp(-noise) be a whole number of steps."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    noise = np.asarray(levels.gumbel(keys, (1, 500_000), jnp.float32), np.float64)
+    steps = np.exp(-noise[noise > 12]) * 2**23
+    assert len(steps) > 5 and np.abs(steps - np.rint(steps)).max() > 0.1
 
 
 # The heads.
@@ -110,7 +119,8 @@ def test_fresh_heads_say_what_the_target_says(own_output):
     model = decoders.tiny_llama(dtype="float64")
     made = Medusa(MedusaConfig(toys.VOCAB, model.config.emb_dim, own_output=own_output))
     output = jax.random.normal(jax.random.key(1), (toys.VOCAB, model.config.emb_dim), jnp.float32)
-    params = medusa.begun(made, made.init(jax.random.key(0)), output)
+    given = {"embed_tokens": {"weight": output}}
+    params = medusa.begun(made, made.init(jax.random.key(0)), model, given)
     hidden = jax.random.normal(jax.random.key(2), (2, 3, model.config.emb_dim), jnp.float32)
     logits = made.logits(params, hidden)
     for i in range(4):

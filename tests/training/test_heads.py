@@ -15,6 +15,8 @@ from specjax.drafters.medusa import MedusaHeads
 from specjax.models import draft_vocab, medusa
 from specjax.models.eagle import Eagle, EagleConfig
 from specjax.models.medusa import Medusa, MedusaConfig
+from specjax.partitioning import mesh as meshes
+from specjax.partitioning.rules import Partitioner
 from specjax.training import answers, heads, loop, states
 from tests import toys
 from tests.models import decoders
@@ -77,7 +79,7 @@ def begun(model):
     params = jax.tree.map(noise, model.abstract())
     if isinstance(model, Eagle):
         return params | model.taken(TARGET, target())
-    return medusa.begun(model, params, TARGET.output(target()))
+    return medusa.begun(model, params, TARGET, target())
 
 
 RECIPES = {"medusa": heads.Medusa1(MEDUSA), "eagle": heads.Eagle1(EAGLE, noise=0.0)}
@@ -192,7 +194,9 @@ def test_what_overfits_is_accepted_whole(name, said, batches, tmp_path):
     schedule = loop.Schedule(peak=1e-2, warmup=10, steps=250, decay=100)
     state = loop.train(
         recipe, batches, str(tmp_path / name), schedule, {"again": batches}, optimizer="adamw",
-        initial_params=begun(recipe.model), checkpoint_period=500, evaluation_period=250,
+        # called, and given away: no array may stand there twice
+        initial_params=lambda shardings: jax.tree.map(jnp.copy, begun(recipe.model)),
+        checkpoint_period=500, evaluation_period=250,
     )  # fmt: skip
     found = loop.averages(recipe.evaluate(state.params, jax.tree.map(jnp.asarray, batches[0])))
     accurate = [v for k, v in found.items() if k.startswith("top1")]
@@ -208,3 +212,37 @@ def test_what_overfits_is_accepted_whole(name, said, batches, tmp_path):
     )  # fmt: skip
     np.testing.assert_array_equal(got.tokens, out.tokens)
     assert int(got.stats.accepted[0]) == int(got.stats.tested[0]) > 0
+
+
+class Rows:
+    """Eight rows of random text with the target's states, the same at every position."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, position):
+        tokens = np.random.default_rng(3).integers(2, toys.VOCAB, (8, 12))
+        return jax.tree.map(np.asarray, batch_of(tokens, np.ones((8, 12))))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@every
+def test_a_mesh_trains_what_one_device_does(name, accumulation, tmp_path):
+    """Frozen parameters, parameters at rates of their own and accumulated gradients, split and not."""
+    recipe = RECIPES[name]
+    start = jax.device_get(begun(recipe.model))
+
+    def train(folder, partitioner):
+        return loop.train(
+            recipe, Rows(), str(tmp_path / folder), loop.Schedule(1e-2, 1, 3, 1), optimizer="adamw",
+            initial_params=start, partitioner=partitioner, accumulation=accumulation,
+        ).params  # fmt: skip
+
+    alone, split = train("alone", None), train("split", Partitioner(meshes.make(2)))
+    for a, b in zip(*map(jax.tree.leaves, (alone, split)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
+    moved = [
+        bool((np.asarray(a) != b).any())
+        for a, b in zip(*map(jax.tree.leaves, (alone, start)), strict=True)
+    ]
+    assert moved == [rate > 0 for rate in jax.tree.leaves(recipe.rates(start))]
