@@ -50,7 +50,7 @@ def test_families_are_stored_and_read_by_name(model):
 
 
 def test_an_unknown_family_names_the_known_ones():
-    with pytest.raises(ValueError, match="no model family 'gpt'; known are t5, llama, opt"):
+    with pytest.raises(ValueError, match="no model family 'gpt'; known are .*t5, llama, opt"):
         families.parse("gpt", {})
 
 

@@ -252,7 +252,7 @@ def test_settings_of_a_method_are_told_apart():
 
 
 def test_rules_for_chains_are_not_crossed_with_trees(pair):
-    contest = run._shipped({})._replace(
+    contest = run._shipped()._replace(
         verifiers={"block": BlockVerification()}, methods={"guess": [FreeDraft(2, 3, 32, False)]}
     )
     found = run._methods(run.Settings(gammas=(0, 2)), contest)

@@ -169,6 +169,7 @@ def test_a_scanned_model_s_report_counts_all_of_its_layers():
     assert moved[0] == moved[1]
 
 
+@pytest.mark.long
 def test_a_training_step_is_compiled_scanned_and_rematerialised():
     sizes = dict(num_heads=4, emb_dim=64, mlp_dim=128, dtype="bfloat16")
     flat = toys.tiny_t5(**sizes, num_decoder_layers=4, num_encoder_layers=4)

@@ -97,6 +97,7 @@ def test_processes_read_their_own_rows_and_together_the_whole_batch(corpus):
             assert opened == tuple(np.unique(own // 2))  # two rows come from each shard
 
 
+@pytest.mark.long
 def test_a_process_tokenises_its_own_examples_only(corpus, monkeypatch):
     """A third of the twelve; all shards together give every example once, batch by batch in order."""
     import seqio
