@@ -297,7 +297,7 @@ def _methods(settings: Settings, contest: Contest) -> list[Method]:
         for name, tried in (chains | others).items()
         for suffix, rule in rules.items()
         for setting, drafter in tried
-        if isinstance(drafter, SmallModel) or not getattr(rule, "chains_only", False)
+        if getattr(drafter, "chain", False) or not getattr(rule, "chains_only", False)
     ]
     return [Method("plain"), *drafted]
 

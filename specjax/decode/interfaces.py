@@ -255,6 +255,8 @@ class Drafter(Protocol):
       nodes: the number of nodes of its trees.
       taps: the target's hidden states it wants, from its prefill or its steps as they have them.
       reach: how many slots past the text its own cache may touch.
+
+    One whose trees have no branches says so with ``chain = True``: rules for chains judge it too.
     """
 
     depth: int

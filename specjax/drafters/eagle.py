@@ -43,40 +43,16 @@ class EagleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleHead:
+class EagleHead(levels.StaticTree):
     """A static tree whose nodes the head's laws fill, level by level.
 
     Where no state is known yet nothing is drafted. Logit processors shape the target's law alone.
 
     Attributes:
       model: the head; ``params.draft`` are its parameters.
-      paths: the tree, as lists of child ranks (see `specjax.decode.tree.Template`).
-      widths: where there are no ``paths``: children of every node by depth, (1, 1, 1) a chain.
-      draws: sample the children of rows that sample, without replacement; False takes the likeliest ones
-        at every temperature. Lossless both.
     """
 
     model: Eagle | EagleT5
-    paths: tuple[tuple[int, ...], ...] = ()
-    widths: tuple[int, ...] = (1, 1, 1)
-    draws: bool = False
-
-    def __post_init__(self):
-        object.__setattr__(self, "paths", tuple(tuple(path) for path in self.paths))
-        object.__setattr__(self, "widths", tuple(self.widths))
-        _ = self.template
-
-    @property
-    def template(self) -> Template:
-        return Template(self.paths) if self.paths else Template.of_widths(*self.widths)
-
-    @property
-    def depth(self) -> int:
-        return self.template.depth
-
-    @property
-    def nodes(self) -> int:
-        return self.template.nodes
 
     @property
     def taps(self) -> tuple[str, ...]:
@@ -111,31 +87,25 @@ class EagleHead:
         keys: Key[Array, "B"],
     ) -> tuple[TokenTree, EagleState]:
         """Reads the unread pairs, then every level's nodes that have children."""
-        keys, alone = laws.fold(keys, DRAFT), dataclasses.replace(sampling, processors=())
+        keys, vocab = laws.fold(keys, DRAFT), self.model.config.draft_vocab
         states, open_ = self._unread(params, state, text)
-        words, there, log_qs, drawn = [], [], [], None
+        words, there, log_q = [], [], []
         for depth, level in enumerate(self._levels):
             if depth:
                 pairs = Pairs(words[-1][:, level.drafted], states[:, level.behind])
                 block = self._block(pairs, state.lag, depth, level.mask)
                 states, open_ = self.model.read(params.draft, state.cache, block, open_, level.at)
-            logits = self.model.logits(params.draft, states)
-            log_q, width = laws.log_law(logits, alone), int(level.rank.max()) + 1
+            logits, width = self.model.known_logits(params.draft, states), int(level.rank.max()) + 1
             own = laws.fold(keys, depth) if self.draws else None
-            found = levels.children(logits, log_q, width, sampling, own)
+            found = levels.children(logits, vocab, width, sampling, own)
             words.append(found.tokens[:, level.parent, level.rank])
             there.append(found.there[:, level.parent, level.rank])
-            log_qs.append(log_q)
-            drawn = found.drawn
+            log_q.append(found.log_q)
         there = jnp.concatenate(there, axis=1) & (state.lag > 0)[:, None]
-        drafted = self.template.chosen(jnp.concatenate(words, axis=1), there)
-        if self.draws:
-            q_row = jnp.asarray(np.concatenate([level.law for level in self._levels]))[None]
-            drafted = dataclasses.replace(
-                drafted, log_q=jnp.concatenate(log_qs, axis=1), replace=False,
-                q_row=jnp.where(drawn[:, None], jnp.broadcast_to(q_row, there.shape), -1),
-            )  # fmt: skip
-        return drafted, state._replace(open=open_)
+        log_q = jnp.concatenate(log_q, axis=1) if self.draws else None
+        law = np.concatenate([level.law for level in self._levels])
+        tree = self.filled(jnp.concatenate(words, axis=1), there, found.drawn, log_q, law)
+        return tree, state._replace(open=open_)
 
     def _unread(self, params: Params, state: EagleState, text: Text):
         """(the state behind the root ``[B, 1, d]``, open slots with the unread pairs)."""

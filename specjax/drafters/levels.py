@@ -1,9 +1,12 @@
-"""Children of a tree's nodes from a draft's laws: drawn without replacement, or the likeliest ones.
+"""What heads that draft a static tree share: its shape, and the children of its nodes.
 
-A greedy row's children are always the likeliest ones: what a draft would draw at temperature 0 is one
-token, and the target's own is more often among several.
+Children are drawn from a law without replacement, or they are its likeliest tokens. A greedy row's are always
+the likeliest ones: what a draft would draw at temperature 0 is one token, and the target's own is more often
+among several.
 """
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,7 +14,70 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.decode import sampling as laws
+from specjax.decode.interfaces import TokenTree
 from specjax.decode.sampling import Sampling
+from specjax.decode.tree import Template
+from specjax.models.draft_vocab import DraftVocab
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaticTree:
+    """A drafter's tree, known before anything is drafted.
+
+    Attributes:
+      paths: the tree, as lists of child ranks (see `specjax.decode.tree.Template`).
+      widths: where there are no ``paths``: children of every node by depth, (1, 1, 1) a chain.
+      draws: sample the children of rows that sample, without replacement; False takes the likeliest ones
+        at every temperature. Lossless both.
+    """
+
+    paths: tuple[tuple[int, ...], ...] = ()
+    widths: tuple[int, ...] = (1, 1, 1)
+    draws: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "paths", tuple(tuple(path) for path in self.paths))
+        object.__setattr__(self, "widths", tuple(self.widths))
+        _ = self.template  # which refuses what is no tree
+
+    @functools.cached_property
+    def template(self) -> Template:
+        return Template(self.paths) if self.paths else Template.of_widths(*self.widths)
+
+    @property
+    def depth(self) -> int:
+        return self.template.depth
+
+    @property
+    def nodes(self) -> int:
+        return self.template.nodes
+
+    @property
+    def chain(self) -> bool:
+        return self.depth == self.nodes
+
+    def filled(
+        self,
+        tokens: Int[Array, "B N"],
+        there: Bool[Array, "B N"],
+        drawn: Bool[Array, "B"],
+        log_q: Float[Array, "B L V"] | None,
+        law: Int[Array, " N"],
+    ) -> TokenTree:
+        """The tree of these tokens.
+
+        Args:
+          tokens: of every node.
+          there: which exist.
+          drawn: rows whose tokens are draws.
+          log_q: what they are drawn from; None where no row's are.
+          law: which of ``log_q`` every node is from.
+        """
+        tree = self.template.chosen(tokens, there)
+        if log_q is None:
+            return tree
+        q_row = jnp.where(drawn[:, None], jnp.asarray(law, jnp.int32)[None], -1)
+        return dataclasses.replace(tree, log_q=log_q, q_row=q_row, replace=False)
 
 
 class Children(NamedTuple):
@@ -21,18 +87,18 @@ class Children(NamedTuple):
       tokens: int32 ``[B, R, W]``.
       there: which of them exist: a law may have fewer possible tokens.
       drawn: ``[B]``: rows whose children are draws from ``log_q``; others' are chosen.
-      log_q: ``[B, R, V]``: the laws that they are drawn from.
+      log_q: ``[B, R, V]``: the laws that they are drawn from; None where all are chosen.
     """
 
     tokens: Int[Array, "B R W"]
     there: Bool[Array, "B R W"]
     drawn: Bool[Array, "B"]
-    log_q: Float[Array, "B R V"]
+    log_q: Float[Array, "B R V"] | None
 
 
 def children(
-    logits: Float[Array, "B R V"],
-    log_q: Float[Array, "B R V"],
+    logits: Float[Array, "B R K"],
+    vocab: DraftVocab | None,
     width: int,
     sampling: Sampling,
     keys: Key[Array, "B"] | None,
@@ -40,10 +106,10 @@ def children(
     """Children of every node.
 
     Args:
-      logits: the draft's, after processors: what the likeliest are the likeliest of.
-      log_q: their laws under ``sampling``.
+      logits: the draft's, of the pieces that it knows.
+      vocab: which these are; None for all V.
       width: how many, W.
-      sampling: whose rows are greedy.
+      sampling: of the rows. Its logit processors shape the target's law alone.
       keys: to draw with, one per row; None chooses the likeliest in all rows.
 
     Returns:
@@ -51,13 +117,17 @@ def children(
       1903.06059, section 3), in falling order: the order in which they would be drawn one after the other.
     """
     greedy = sampling.temperature <= laws.GREEDY_TEMPERATURE
-    drawn = jnp.zeros_like(greedy) if keys is None else ~greedy
-    score = logits
+    drawn, score, log_q = jnp.zeros_like(greedy), logits, None
     if keys is not None:
+        log_q = laws.log_law(logits, dataclasses.replace(sampling, processors=()))
         noise = gumbel(keys, log_q.shape[1:], log_q.dtype)
-        score = jnp.where(drawn[:, None, None], log_q + noise, logits)
+        drawn, score = ~greedy, jnp.where(greedy[:, None, None], logits, log_q + noise)
     best, tokens = jax.lax.top_k(score, width)
-    return Children(tokens.astype(jnp.int32), best > -jnp.inf, drawn, log_q)
+    tokens = tokens.astype(jnp.int32)
+    if vocab is not None:
+        tokens = jnp.asarray(vocab.ids)[tokens]
+        log_q = None if log_q is None else vocab.whole(log_q)
+    return Children(tokens, best > -jnp.inf, drawn, log_q)
 
 
 def gumbel(keys: Key[Array, "B"], shape: tuple[int, ...], dtype) -> Float[Array, "B *S"]:

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.decode import sampling as laws
 from specjax.decode.interfaces import Outcome, Params, Prefilled, Text, TokenTree
 from specjax.decode.sampling import Sampling
-from specjax.decode.tree import Template
 from specjax.decode.verify import DRAFT
 from specjax.drafters import levels
 from specjax.models.heads import TAP
@@ -34,44 +33,24 @@ class MedusaState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MedusaHeads:
+class MedusaHeads(levels.StaticTree):
     """A static tree whose level i + 1 head i fills: every node there has the same children.
 
     A round whose drafts come from a state before the text's (the first one of an encoder-decoder) drafts
     nothing. Logit processors shape the target's law alone: heads do not know the path they stand on.
 
     Attributes:
-      model: the heads; ``params.draft`` are their parameters.
-      paths: the tree, as lists of child ranks (see `specjax.decode.tree.Template`); ``widths`` instead is
-        the Cartesian product of so many likeliest tokens of each head, (1, 1, 1) a chain.
-      widths: see ``paths``.
-      draws: sample the children of rows that sample, without replacement; False takes the likeliest ones
-        at every temperature. Lossless both.
+      model: the heads; ``params.draft`` are their parameters. ``widths`` are here the Cartesian product of so
+        many likeliest tokens of each head.
     """
 
     model: Medusa
-    paths: tuple[tuple[int, ...], ...] = ()
-    widths: tuple[int, ...] = (1, 1, 1)
-    draws: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "paths", tuple(tuple(path) for path in self.paths))
-        object.__setattr__(self, "widths", tuple(self.widths))
+        super().__post_init__()
         heads = self.model.config.heads
         if self.depth > heads:
             raise ValueError(f"a tree of depth {self.depth} from {heads} heads")
-
-    @property
-    def template(self) -> Template:
-        return Template(self.paths) if self.paths else Template.of_widths(*self.widths)
-
-    @property
-    def depth(self) -> int:
-        return self.template.depth
-
-    @property
-    def nodes(self) -> int:
-        return self.template.nodes
 
     taps = (TAP,)
     reach = 0
@@ -97,19 +76,15 @@ class MedusaHeads:
     ) -> tuple[TokenTree, MedusaState]:
         """One pass of the heads."""
         del text
-        shape, batch = self.template, state.known.shape[0]
-        logits = self.model.logits(params.draft, state.hidden[:, None])[:, 0, : shape.depth]
-        alone = dataclasses.replace(sampling, processors=())
-        log_q, keys = laws.log_law(logits, alone), laws.fold(keys, DRAFT) if self.draws else None
-        found = levels.children(logits, log_q, int(shape.ranks.max()) + 1, sampling, keys)
-        level = jnp.asarray(shape.levels - 1)
-        pick = lambda x: x[:, level, jnp.asarray(shape.ranks)]  # noqa: E731
-        drafted = shape.chosen(pick(found.tokens), pick(found.there) & state.known[:, None])
-        if not self.draws:
-            return drafted, state
-        q_row = jnp.where(found.drawn[:, None], jnp.broadcast_to(level, (batch, shape.nodes)), -1)
-        swap = dict(log_q=log_q, q_row=q_row, replace=False)
-        return dataclasses.replace(drafted, **swap), state
+        shape = self.template
+        logits = self.model.known_logits(params.draft, state.hidden[:, None])[:, 0, : shape.depth]
+        keys = laws.fold(keys, DRAFT) if self.draws else None
+        vocab, width = self.model.config.draft_vocab, int(shape.ranks.max()) + 1
+        found = levels.children(logits, vocab, width, sampling, keys)
+        level = shape.levels - 1
+        pick = lambda x: x[:, jnp.asarray(level), jnp.asarray(shape.ranks)]  # noqa: E731
+        there = pick(found.there) & state.known[:, None]
+        return self.filled(pick(found.tokens), there, found.drawn, found.log_q, level), state
 
     def observe(self, params: Params, state: MedusaState, outcome: Outcome) -> MedusaState:
         """Takes the state that said the newest token."""

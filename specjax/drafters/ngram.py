@@ -48,7 +48,7 @@ class Ngram(Stateless):
     def depth(self) -> int:
         return self.gamma
 
-    nodes = depth
+    nodes, chain = depth, True
 
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> tuple:
         """No state: the text says all there is to know."""

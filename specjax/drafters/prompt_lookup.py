@@ -70,6 +70,10 @@ class PromptLookup(Stateless):
         return room if self.budget is None else min(self.budget, room)
 
     @property
+    def chain(self) -> bool:
+        return self.spans == 1
+
+    @property
     def depth(self) -> int:
         return min(self.copy, self.nodes)
 

@@ -90,7 +90,7 @@ class SmallModel:
     def depth(self) -> int:
         return self.gamma
 
-    nodes = depth
+    nodes, chain = depth, True
 
     @property
     def taps(self) -> tuple[str, ...]:

@@ -75,20 +75,20 @@ def test_children_are_draws_without_replacement():
     law, many = np.asarray([0.5, 0.3, 0.15, 0.05]), 40_000
     log_q = jnp.broadcast_to(jnp.log(jnp.asarray(law)), (many, 1, 4))
     keys = jax.random.split(jax.random.key(0), many)
-    found = levels.children(log_q, log_q, 2, Sampling(1.0).rows(many), keys)
+    found = levels.children(log_q, None, 2, Sampling(1.0).rows(many), keys)
     pairs = np.asarray(found.tokens[:, 0])
     for a, b in itertools.permutations(range(4), 2):
         expected = law[a] * law[b] / (1 - law[a])
         got = ((pairs == (a, b)).all(1)).mean()
         assert abs(got - expected) < 4 * np.sqrt(expected / many)
-    greedy = levels.children(log_q[:1], log_q[:1], 2, Sampling(0.0).rows(1), keys[:1])
+    greedy = levels.children(log_q[:1], None, 2, Sampling(0.0).rows(1), keys[:1])
     assert greedy.tokens[0, 0].tolist() == [0, 1] and not greedy.drawn[0]
 
 
 def test_what_cannot_be_drawn_is_not_there():
     law = jnp.log(jnp.asarray([[[1.0, 0.0, 0.0]]]))
     keys = jax.random.split(jax.random.key(0), 1)
-    found = levels.children(law, law, 2, Sampling(1.0).rows(1), keys)
+    found = levels.children(law, None, 2, Sampling(1.0).rows(1), keys)
     assert found.there[0, 0].tolist() == [True, False]
 
 
@@ -221,7 +221,7 @@ def test_the_state_follows_the_text():
 
     @dataclasses.dataclass(frozen=True)
     class Oracle(Medusa):
-        def logits(self, params, hidden):
+        def known_logits(self, params, hidden):
             gap = jnp.abs(params[None] - hidden).sum(-1)
             at = gap.argmin(-1)
             said = jnp.pad(jnp.asarray(text), (0, 8))
