@@ -1,4 +1,4 @@
-"""Measured methods beside Spec-Bench's and the papers' own figures: docs/methods.md.
+"""Measured methods beside what the papers print of them: docs/methods.md.
 
   python scripts/methods_table.py runs/smollm2_methods runs/smollm2_methods_long runs/debian_methods
 
@@ -11,31 +11,17 @@ import json
 import pathlib
 import shutil
 
-from specjax.analysis import papers
+from specjax.analysis import published
+from specjax.analysis.published import Figure
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-# Spec-Bench's names of what we have: (its method, its columns by our task).
-PUBLISHED = {
-    "prompt lookup": "PLD",
-    "lookahead": "Lookahead",
-    "REST": "REST",
-    "small model": "SpS",
-}
-TASKS = {
-    "mt_bench": "MT",
-    "translation": "Translation",
-    "summarization": "Summarization",
-    "qa": "QA",
-    "math_reasoning": "Math",
-    "rag": "RAG",
-}
 HEAD = """# Methods side by side
 
 Written by `python scripts/methods_table.py`. Speed-up end to end (prefill included) against our own plain
 loop, same weights, interleaved runs, medians; τ: tokens per step; every method's setting was chosen on one
-half of the prompts and is reported on the other. "Spec-Bench" is what that survey measured (2401.07851,
-table 5: Vicuna-7B on an RTX 3090 at T = 0 and 1): another model on other hardware, where verifying 64 tokens
-costs about as much as one.
+half of the prompts and is reported on the other. "Published" is what the methods' own papers and two
+comparisons print for the nearest task, by the numbers at the end: other models on accelerators, where
+verifying 64 tokens costs about as much as one.
 
 On two CPU cores it does not: reading 4 tokens costs 1.04 plain steps, 8 cost 1.5 (v), so trees here are
 small, and what drafts 7 nodes must gain half a token a step before it pays. Where prompts are long
@@ -53,8 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("reports", nargs="+", help="folders that bench wrote")
     options = parser.parse_args()
-    published = _published()
-    lines, pictures = [HEAD], DOCS / "img"
+    lines, pictures, sources = [HEAD], DOCS / "img", []
     pictures.mkdir(parents=True, exist_ok=True)
     for folder in map(pathlib.Path, options.reports):
         content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -63,21 +48,32 @@ def main() -> None:
             "",
             *_facts(content),
             "",
-            *_table(content["rows"], published),
+            *_table(content["rows"], sources),
             "",
         ]
         if (folder / "methods.png").exists():
             name = f"{folder.name}.png"
             shutil.copy(folder / "methods.png", pictures / name)
             lines += [f"![Methods by task](img/{name})", ""]
+    lines += ["## Published", "", *(f"{i}. {text}" for i, text in enumerate(sources, 1)), ""]
     (DOCS / "methods.md").write_text("\n".join(lines), encoding="utf-8")
     print(f"wrote {DOCS / 'methods.md'}")
 
 
-def _published() -> dict[tuple, float]:
-    """(T, method, task) to speed-up."""
-    rows = papers.load("specbench2024").table("Paper Table 5")
-    return {(r["T"], r["method"], task): r[column] for r in rows for task, column in TASKS.items()}
+def _known(row: dict, sources: list[str]) -> str:
+    """What is printed of a row's method and task; new sources are added to the list."""
+    task, method = row["task"].removeprefix("spec_bench_"), row["method"].partition(",")[0]
+    return (
+        "; ".join(_cited(f, sources) for f in published.of(method, task, row["temperature"])) or "–"
+    )
+
+
+def _cited(figure: Figure, sources: list[str]) -> str:
+    text = f"{figure.source}: {figure.model}"
+    if text not in sources:
+        sources.append(text)
+    tau = f" (τ {figure.tau:.2f})" if figure.tau else ""
+    return f"{figure.speedup}{tau} [{sources.index(text) + 1}]"
 
 
 def _facts(content: dict) -> list[str]:
@@ -97,7 +93,7 @@ def _facts(content: dict) -> list[str]:
             + (f" ({ties} outputs differ at near-ties)." if ties else ".")]  # fmt: skip
 
 
-def _table(rows: list[dict], published: dict[tuple, float]) -> list[str]:
+def _table(rows: list[dict], sources: list[str]) -> list[str]:
     columns = [
         "task",
         "T",
@@ -109,22 +105,19 @@ def _table(rows: list[dict], published: dict[tuple, float]) -> list[str]:
         "τ",
         "α",
     ]
-    columns += ["drafted a step", "c·γ", "v", "Spec-Bench"]
+    columns += ["drafted a step", "c·γ", "v", "published"]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in sorted(
         (r for r in rows if r["chosen"]), key=lambda r: (r["task"], r["temperature"])
     ):
-        method = PUBLISHED.get(row["method"])
-        task = row["task"].removeprefix("spec_bench_")
-        known = published.get((row["temperature"], method, task))
         rounds = row["rounds"] - row["rounds_plain"]
         cells = [
-            task, f"{row['temperature']:g}", row["method"], row["setting"],
+            row["task"].removeprefix("spec_bench_"), f"{row['temperature']:g}", row["method"], row["setting"],
             f"{row['speedup']:.2f}",
             "–".join(f"{x:.2f}" for x in row["speedup_quartiles"]) if row["repeats"] > 1 else "–",
             f"{row['speedup_decode']:.2f}", f"{row['block_efficiency']:.2f}",
             _number(row["acceptance_rate"]), _number(row["drafted"] / max(rounds, 1)),
-            _number(row["c"] and row["c"] * row["gamma"]), _number(row["v"]), _number(known),
+            _number(row["c"] and row["c"] * row["gamma"]), _number(row["v"]), _known(row, sources),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines

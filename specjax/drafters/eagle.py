@@ -1,5 +1,7 @@
 """Drafting with EAGLE's head: state by state, as a chain or a static tree.
 
+What trees of other shapes need of it is in `Pairwise`.
+
 References:
   Li et al. 2024 (2401.15077), sections 3.1 and 3.2 and appendix A.
 """
@@ -32,7 +34,7 @@ class EagleState(NamedTuple):
     Attributes:
       cache: keys and values of all pairs before them.
       states: ``[B, K, d]``; garbage from ``lag`` on.
-      lag: int32 ``[B]``: how many; 0 where there is no pair yet, or none that is known (`EagleHead.rewind`).
+      lag: int32 ``[B]``: how many; 0 where there is no pair yet, or none that is known (`Pairwise.rewind`).
       open: this round's block and tree, between `propose` and `observe`.
     """
 
@@ -42,17 +44,14 @@ class EagleState(NamedTuple):
     open: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class EagleHead(levels.StaticTree):
-    """A static tree whose nodes the head's laws fill, level by level.
+class Pairwise:
+    """What drafting with a head's states has in common, whatever the tree.
 
     Where no state is known yet nothing is drafted. Logit processors shape the target's law alone.
-
-    Attributes:
-      model: the head; ``params.draft`` are its parameters.
     """
 
     model: Eagle | EagleT5
+    depth: int
 
     @property
     def taps(self) -> tuple[str, ...]:
@@ -63,68 +62,60 @@ class EagleHead(levels.StaticTree):
         """Slots past the target's: a block of pairs is as wide as a round can be long."""
         return self.depth + 1
 
+    @property
+    def inner(self) -> int:
+        """Nodes that may be read, since they may have children."""
+        raise NotImplementedError
+
+    @property
+    def slots(self) -> int:
+        """Open slots: the unread pairs, then every node that is read."""
+        return self.depth + 1 + self.inner
+
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> EagleState:
         """Reads the prompt's pairs, as far as there are any."""
         cache, last, lag = self.model.begin(params.draft, prefilled, TAP, slots)
         unread = jnp.pad(last, ((0, 0), (0, self.depth), (0, 0)))
-        return EagleState(cache, unread, lag, self.model.open(lag.shape[0], self._slots))
+        return EagleState(cache, unread, lag, self.model.open(lag.shape[0], self.slots))
 
-    @functools.cached_property
-    def _levels(self) -> list["_Level"]:
-        return _plan(self.template)
-
-    @property
-    def _slots(self) -> int:
-        """Open slots: the unread pairs, then every node that has children."""
-        return self._levels[0].mask.shape[1]
-
-    def propose(
-        self,
-        params: Params,
-        state: EagleState,
-        text: Text,
-        sampling: Sampling,
-        keys: Key[Array, "B"],
-    ) -> tuple[TokenTree, EagleState]:
-        """Reads the unread pairs, then every level's nodes that have children."""
-        keys, vocab = laws.fold(keys, DRAFT), self.model.config.draft_vocab
-        states, open_ = self._unread(params, state, text)
-        words, there, log_q = [], [], []
-        for depth, level in enumerate(self._levels):
-            if depth:
-                pairs = Pairs(words[-1][:, level.drafted], states[:, level.behind])
-                block = self._block(pairs, state.lag, depth, level.mask)
-                states, open_ = self.model.read(params.draft, state.cache, block, open_, level.at)
-            logits, width = self.model.known_logits(params.draft, states), int(level.rank.max()) + 1
-            own = laws.fold(keys, depth) if self.draws else None
-            found = levels.children(logits, vocab, width, sampling, own)
-            words.append(found.tokens[:, level.parent, level.rank])
-            there.append(found.there[:, level.parent, level.rank])
-            log_q.append(found.log_q)
-        there = jnp.concatenate(there, axis=1) & (state.lag > 0)[:, None]
-        log_q = jnp.concatenate(log_q, axis=1) if self.draws else None
-        law = np.concatenate([level.law for level in self._levels])
-        tree = self.filled(jnp.concatenate(words, axis=1), there, found.drawn, log_q, law)
-        return tree, state._replace(open=open_)
-
-    def _unread(self, params: Params, state: EagleState, text: Text):
-        """(the state behind the root ``[B, 1, d]``, open slots with the unread pairs)."""
+    def read_text(
+        self, params: Params, state: EagleState, text: Text
+    ) -> tuple[Float[Array, "B 1 d"], Any]:
+        """Reads the unread pairs: (the state behind the root, open slots with them)."""
         index = jnp.arange(self.depth + 1, dtype=jnp.int32)[None]
         at = jnp.clip(
             text.length[:, None] - state.lag[:, None] + index, 0, text.tokens.shape[1] - 1
         )
         words = jnp.take_along_axis(text.tokens, at, axis=1)
-        mask = jnp.broadcast_to(jnp.asarray(self._levels[0].mask), (*words.shape, self._slots))
+        causal = jnp.asarray(np.tri(self.depth + 1, self.slots, dtype=bool))
+        mask = jnp.broadcast_to(causal, (*words.shape, self.slots))
         block = Block(Pairs(words, state.states), jnp.broadcast_to(index, words.shape), mask)
         states, open_ = self.model.read(params.draft, state.cache, block, state.open, 0)
         newest = jnp.maximum(state.lag - 1, 0)[:, None, None]
         return jnp.take_along_axis(states, newest, axis=1), open_
 
-    def _block(self, pairs: Pairs, lag: Int[Array, "B"], depth: int, mask: np.ndarray) -> Block:
-        """Nodes of one depth, which see the unread pairs, their ancestors and themselves."""
-        unread = jnp.arange(self._slots, dtype=jnp.int32)[None] < lag[:, None]
-        place = jnp.broadcast_to((lag - 1 + depth)[:, None], pairs.tokens.shape)
-        return Block(pairs, place, jnp.asarray(mask)[None] | unread[:, None])
+    def read_nodes(
+        self, params: Params, state: EagleState, pairs: Pairs, depth: int, mask, open_, at: int
+    ) -> tuple[Float[Array, "B M d"], Any]:
+        """Reads nodes of one depth.
+
+        Args:
+          params: the head's are read.
+          state: before this round.
+          pairs: the nodes with the states behind their parents.
+          depth: theirs.
+          mask: bool ``[B or 1, M, slots]``: of the open slots, their ancestors and themselves. They see the
+            unread pairs too.
+          open_: the open slots.
+          at: the first slot they are read into.
+
+        Returns:
+          (the states behind them, the open slots with them).
+        """
+        unread = jnp.arange(self.slots, dtype=jnp.int32)[None] < state.lag[:, None]
+        place = jnp.broadcast_to((state.lag - 1 + depth)[:, None], pairs.tokens.shape)
+        block = Block(pairs, place, mask | unread[:, None])
+        return self.model.read(params.draft, state.cache, block, open_, at)
 
     def observe(self, params: Params, state: EagleState, outcome: Outcome) -> EagleState:
         """Commits what was read of the target's own states; the round's new states are read next."""
@@ -146,6 +137,54 @@ class EagleHead(levels.StaticTree):
         """
         cache = self.model.rewind(state.cache, jnp.maximum(length - 2, 0))
         return state._replace(cache=cache, lag=jnp.zeros_like(state.lag))
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleHead(levels.StaticTree, Pairwise):
+    """A static tree whose nodes the head's laws fill, level by level.
+
+    Attributes:
+      model: the head; ``params.draft`` are its parameters.
+    """
+
+    model: Eagle | EagleT5
+
+    @functools.cached_property
+    def _levels(self) -> list["_Level"]:
+        return _plan(self.template)
+
+    @functools.cached_property
+    def inner(self) -> int:
+        return len(set(self.template.parents.tolist()) - {-1})
+
+    def propose(
+        self,
+        params: Params,
+        state: EagleState,
+        text: Text,
+        sampling: Sampling,
+        keys: Key[Array, "B"],
+    ) -> tuple[TokenTree, EagleState]:
+        """Reads the unread pairs, then every level's nodes that have children."""
+        keys, vocab = laws.fold(keys, DRAFT), self.model.config.draft_vocab
+        states, open_ = self.read_text(params, state, text)
+        words, there, log_q = [], [], []
+        for depth, level in enumerate(self._levels):
+            if depth:
+                pairs = Pairs(words[-1][:, level.drafted], states[:, level.behind])
+                mask = jnp.asarray(level.mask)[None]
+                states, open_ = self.read_nodes(params, state, pairs, depth, mask, open_, level.at)
+            logits, width = self.model.known_logits(params.draft, states), int(level.rank.max()) + 1
+            own = laws.fold(keys, depth) if self.draws else None
+            found = levels.children(logits, vocab, width, sampling, own)
+            words.append(found.tokens[:, level.parent, level.rank])
+            there.append(found.there[:, level.parent, level.rank])
+            log_q.append(found.log_q)
+        there = jnp.concatenate(there, axis=1) & (state.lag > 0)[:, None]
+        log_q = jnp.concatenate(log_q, axis=1) if self.draws else None
+        law = np.concatenate([level.law for level in self._levels])
+        tree = self.filled(jnp.concatenate(words, axis=1), there, found.drawn, log_q, law)
+        return tree, state._replace(open=open_)
 
 
 class _Level(NamedTuple):
@@ -171,7 +210,7 @@ class _Level(NamedTuple):
 
 
 def _plan(shape: Template) -> list[_Level]:
-    """The levels of a tree; the first one reads the unread pairs, of which the root is the newest."""
+    """The levels of a tree; the first one reads nothing: behind the root stands the newest unread pair."""
     inner, width = set(shape.parents.tolist()), shape.depth + 1
     wide = width + len(inner - {-1})
     slot, out, read, laws_ = {}, [], [-1], 0
@@ -180,7 +219,7 @@ def _plan(shape: Template) -> list[_Level]:
         before, drafted = read, [i for i, n in enumerate(nodes.tolist()) if n in inner]
         if depth:
             read = [int(nodes[i]) for i in drafted]
-        at, mask = (width + len(slot), []) if depth else (0, np.tri(width, wide, dtype=bool))
+        at, mask = width + len(slot), []
         for n in read if depth else ():
             slot[n] = width + len(slot)
             seen = np.zeros(wide, bool)
