@@ -91,8 +91,11 @@ class Medusa(Tabled):
     ) -> Float[Array, "B M heads K"]:
         """Logits of the known pieces: head i's at token t are of token t + 2 + i."""
         wide = np.promote_types(self.config.dtype, np.float32)
-        own = lambda i: params.get("output", params[f"head_{i}"].get("output"))["weight"]  # noqa: E731
-        found = [layers.linear(x, own(i), wide) for i, x in enumerate(self.states(params, hidden))]
+        states = self.states(params, hidden)
+        if not self.config.own_output:  # read once for all heads
+            return layers.linear(jnp.stack(states, axis=2), params["output"]["weight"], wide)
+        own = [params[f"head_{i}"]["output"]["weight"] for i in range(self.config.heads)]
+        found = [layers.linear(x, rows, wide) for x, rows in zip(states, own, strict=True)]
         return jnp.stack(found, axis=2)
 
     def logits(self, params: PyTree, hidden: Float[Array, "B M d"]) -> Float[Array, "B M heads V"]:

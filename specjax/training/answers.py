@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specjax.training import causal_lm
+
 
 class Answered(NamedTuple):
     """Texts as ids.
@@ -55,16 +57,24 @@ class AnswerBatches:
       lengths: of the buckets; a text goes into the first that holds it, and longer ones lose their
         beginning.
       tokens: padded tokens per batch.
-      seed: order of the epochs.
+      seed: order of the epochs, and which windows there are.
+      streams: token files without answers, as `specjax.training.causal_lm.Windows` reads them; ``windows`` of
+        each, of ``window`` tokens that all answer, are further texts.
+      windows: see ``streams``.
+      window: see ``streams``.
     """
 
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
     lengths: tuple[int, ...] = (128, 192, 256, 384)
     tokens: int = 2048
     seed: int = 0
+    streams: tuple[str, ...] = ()
+    windows: int = 1000
+    window: int = 192
 
     def __post_init__(self):
         object.__setattr__(self, "files", tuple(self.files))
+        object.__setattr__(self, "streams", tuple(self.streams))
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
 
     def __len__(self) -> int:
@@ -87,6 +97,7 @@ class AnswerBatches:
     def texts(self) -> Answered:
         """All texts, none longer than the longest bucket."""
         read, most = [load(file) for file in self.files], self.lengths[-1]
+        read += [_cut(file, self.window, self.windows, self.seed) for file in self.streams]
         cut = lambda name: [x[-most:] for part in read for x in getattr(part, name)]  # noqa: E731
         return Answered(cut("tokens"), cut("answers"))
 
@@ -112,6 +123,15 @@ class AnswerBatches:
         for length, members in self.buckets.items():
             rows = self.rows(length)
             yield from ((length, members[i : i + rows]) for i in range(0, len(members), rows))
+
+
+def _cut(path: str, window: int, count: int, seed: int) -> Answered:
+    """So many of a stream's windows (all, if there are no more), which do not overlap."""
+    stream = causal_lm.stream(path, window)
+    starts = np.arange(0, len(stream) - window + 1, window)
+    chosen = np.sort(np.random.default_rng(seed).permutation(starts)[:count])
+    tokens = [stream[i : i + window].astype(np.int32) for i in chosen]
+    return Answered(tokens, [np.ones(window, bool) for _ in tokens])
 
 
 @functools.lru_cache(maxsize=2)

@@ -110,10 +110,15 @@ class Windows:
 
     @functools.cached_property
     def _streams(self) -> list[np.ndarray]:
-        return [_stream(file, self.length + 1) for file in self.files]
+        return [stream(file, self.length + 1) for file in self.files]
 
 
-def _stream(file: str, least: int) -> np.ndarray:
+def stream(file: str, least: int) -> np.ndarray:
+    """The tokens of a file that holds one stream of documents.
+
+    Raises:
+      ValueError: there is none, or it has fewer than ``least`` tokens.
+    """
     path = pathlib.Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"no token file {file}")

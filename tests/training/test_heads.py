@@ -177,6 +177,20 @@ def batches(said, monkeypatch):
     return states.StateBatches(source, "toy", folder=str(said[0] / "states"))
 
 
+def test_windows_of_a_stream_are_texts_that_answer(tmp_path):
+    np.savez(tmp_path / "stream.npz", tokens=np.arange(103, dtype=np.uint16))
+    source = answers.AnswerBatches(streams=(tmp_path / "stream.npz",), windows=6, window=10, lengths=(16,),
+                                   tokens=32)  # fmt: skip
+    assert len(source.texts.tokens) == 6 and all(x.all() for x in source.texts.answers)
+    firsts = [int(x[0]) for x in source.texts.tokens]
+    assert firsts == sorted(set(firsts)) and all(x % 10 == 0 for x in firsts)
+    assert all((np.diff(x) == 1).all() for x in source.texts.tokens)
+    batch = source[0]
+    assert batch["tokens"].shape == (2, 16) and batch["weights"].sum() == 20
+    with pytest.raises(ValueError, match="no token file"):
+        _ = answers.AnswerBatches(streams=("nowhere.npz",)).texts
+
+
 def test_states_are_read_once(said, batches):
     one = batches[0]
     np.testing.assert_allclose(
