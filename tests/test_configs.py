@@ -27,6 +27,7 @@ REQUIRED = {
     "examples/smollm2_bench_long.gin": "SPEC_BENCH",
     "examples/smollm2_methods.gin": "SPEC_BENCH DATASTORE",
     "examples/debian_methods.gin": "DATASTORE",
+    "examples/smollm2_heads.gin": "SPEC_BENCH",
     "papers/leviathan2022_table2_ende.gin": "TARGET_CHECKPOINT_PATH DRAFT_SMALL_CHECKPOINT_PATH "
     "DRAFT_BASE_CHECKPOINT_PATH DRAFT_LARGE_CHECKPOINT_PATH VOCABULARY_PATH OUTPUT_DIR",
 }

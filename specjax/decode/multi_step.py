@@ -71,7 +71,7 @@ def chosen(tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"
     """
     before = _earlier_siblings(tree_) & tree_.judged[:, None]
     again = (before & (tree_.tokens[:, :, None] == tree_.tokens[:, None])).any(-1)
-    mass = jnp.where(again, 0.0, jnp.exp(_log_probability(tree_, log_p)))
+    mass = jnp.where(again, 0.0, jnp.exp(log_probability(tree_, log_p)))
     left = 1 - jnp.where(before, mass[:, None], 0.0).sum(-1)
     accept = jnp.where(mass > 0, jnp.minimum(mass / jnp.where(left > 0, left, 1.0), 1.0), 0.0)
     on, tested = first_taken(tree_, u < accept)
@@ -92,16 +92,12 @@ def matching(tree_: TokenTree, log_p: Float[Array, "B M V"]) -> Verdict:
     return verdict._replace(next_token=jnp.take_along_axis(best, last[:, None] + 1, axis=1)[:, 0])
 
 
-def typical(
-    tree_: TokenTree, log_p: Float[Array, "B M V"], log_threshold: Float[Array, "B M"]
-) -> Verdict:
-    """The longest path whose nodes all have at least the threshold of the law they stand behind.
+def longest(tree_: TokenTree, log_p: Float[Array, "B M V"], take: Bool[Array, "B N"]) -> Verdict:
+    """The longest path whose nodes are all taken; of equally long ones the first.
 
-    Of equally long ones the first. The next token is the target's first maximum.
+    The next token is the target's first maximum.
     """
-    log_accept = _log_probability(tree_, log_p)
-    needed = jnp.take_along_axis(log_threshold, tree_.parent + 1, axis=1)
-    take = (log_accept > needed) & tree_.judged & tree_.valid
+    take = take & tree_.judged & tree_.valid
     above = tree.seen(tree_)[:, 1:, 1:]
     whole = (take[:, None] | ~above).all(-1)
     length = jnp.where(whole, above.sum(-1, dtype=jnp.int32), 0)
@@ -155,7 +151,7 @@ def _earlier_siblings(tree_: TokenTree) -> Bool[Array, "B N N"]:
     return (tree_.parent[:, :, None] == tree_.parent[:, None]) & before[None]
 
 
-def _log_probability(tree_: TokenTree, log_p: Float[Array, "B M V"]) -> Float[Array, "B N"]:
+def log_probability(tree_: TokenTree, log_p: Float[Array, "B M V"]) -> Float[Array, "B N"]:
     """What the target gives every node behind its parent."""
     rows = jnp.arange(log_p.shape[0], dtype=jnp.int32)[:, None]
     return log_p[rows, tree_.parent + 1, tree_.tokens]

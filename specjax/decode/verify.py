@@ -185,47 +185,6 @@ class NaiveSampling:
         return _judge(self, tree_, log_p, keys)
 
 
-@dataclasses.dataclass(frozen=True)
-class TypicalAcceptance:
-    """Lossy: accept every token that is not untypical, p(x) > min(epsilon, delta exp(-H(p))).
-
-    H is the entropy of the target's law there, in nats. The longest such path is taken, and the target's
-    first maximum behind it. Neither is the output the target's at a temperature, nor is it greedy; only
-    greedy rows, whose laws have all mass on one token, come out as they are.
-
-    Attributes:
-      epsilon: what any token needs at most.
-      delta: of a law's typical probability exp(-H).
-
-    References:
-      Cai et al. 2024 (2401.10774), section 2.3.1; epsilon .09 and delta .3 are the released code's,
-      where delta is sqrt(epsilon).
-    """
-
-    epsilon: float = 0.09
-    delta: float = 0.3
-
-    lossless = False
-
-    def __post_init__(self):
-        if not 0 < self.epsilon < 1 or not self.delta > 0:
-            raise ValueError(
-                f"epsilon must lie in (0, 1) and delta above 0, got {self.epsilon}, {self.delta}"
-            )
-
-    def walk(
-        self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
-    ) -> Verdict:
-        del u
-        entropy = -jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0).sum(-1)
-        threshold = jnp.minimum(math.log(self.epsilon), math.log(self.delta) - entropy)
-        return multi_step.typical(tree_, log_p, threshold)
-
-    def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
-        del keys
-        return self.walk(tree_, log_p, jnp.zeros(tree_.tokens.shape, log_p.dtype))
-
-
 def _judge(verifier, tree_: TokenTree, log_p: Array, keys: Key[Array, "B"]) -> Verdict:
     nodes = tree_.tokens.shape[1]
     u = sampling.uniform(sampling.fold(keys, ACCEPT), nodes, log_p.dtype)

@@ -29,6 +29,7 @@ from specjax.decode import loop
 from specjax.decode.interfaces import Block, Drafter, Params, Prompt
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
+from specjax.drafters.small_model import SmallModel
 from specjax.models import reads
 from specjax.models.families import Network
 from specjax.models.t5 import T5
@@ -330,8 +331,10 @@ class _Decode:
         found = [step("plain", self.target, params.target, state.cache, 1)]
         if decoder.drafter is None:
             return found
-        gamma = decoder.drafter.depth
-        found.append(step("verify", self.target, params.target, state.cache, gamma + 1))
+        nodes = decoder.drafter.nodes
+        found.append(step("verify", self.target, params.target, state.cache, nodes + 1))
+        if not isinstance(decoder.drafter, SmallModel):
+            return [*found, self._proposal(arguments, state, chip)]
         cache = state.drafter.cache
         found += [step("draft", self.draft, params.draft, cache, size) for size in (2, 1)]
         return found
@@ -345,18 +348,52 @@ class _Decode:
         )
 
         one = loop.apart(decoder, model.extend, (loop.WHOLE, loop.ROWS, loop.ROWS), loop.ROWS)
-        compiled = jax.jit(one).lower(params, cache, block).compile()
-        flops = compiled.cost_analysis()["flops"]
-        if model.config.scan_layers:
-            flops = flop.of(one, params, cache, block) / self.partitioner.mesh.shape["model"]
-        held: Any = compiled.memory_analysis()
-        read = held.argument_size_in_bytes + held.output_size_in_bytes - _unread(params)
-        text = compiled.as_text()
-        moved = collectives(list(topology.instructions(text)), topology.turns(text))
-        total = sum(moved_bytes for _, moved_bytes in moved.values())
-        seconds = max(flops / chip.flops, read / chip.bandwidth) + total / chip.interconnect
+        scanned = self._flops(one, params, cache, block) if model.config.scan_layers else None
         label = f"{name}, {size} token{'s' if size > 1 else ''}"
-        return Step(label, flops, read, total, seconds)
+        compiled = jax.jit(one).lower(params, cache, block).compile()
+        return _roofline(label, compiled, _unread(params), chip, scanned)
+
+    def _proposal(self, arguments: tuple, state: loop.State, chip) -> Step:
+        """All that a round's draft takes, as one program."""
+        decoder, params, prompt, _ = arguments
+        drafter = decoder.drafter
+
+        def propose(params, drafted, text, sampling, keys):
+            return drafter.propose(params, drafted, text, sampling, keys)[0]
+
+        places = (loop.WHOLE, *[loop.ROWS] * 4)
+        one = loop.apart(decoder, propose, places, loop.ROWS)
+        temperature = self.rows(prompt.length.shape, jnp.float32)
+        given = (Params(None, params.draft), state.drafter, state.text, Sampling(temperature))
+        compiled = jax.jit(one).lower(*given, state.keys).compile()
+        label = f"draft, {drafter.nodes} node{'s' if drafter.nodes > 1 else ''}"
+        return _roofline(label, compiled, _unread(params.draft), chip)
+
+    def _flops(self, function, *arguments) -> float:
+        """One device's, where the compiler counts one of the scanned layers."""
+        return flop.of(function, *arguments) / self.partitioner.mesh.shape["model"]
+
+
+def _roofline(
+    label: str, compiled, unread: int, chip: chips.Chip, scanned: float | None = None
+) -> Step:
+    """A compiled step's operations and bytes, and how fast they could be.
+
+    Args:
+      label: of the step.
+      compiled: for the chip.
+      unread: bytes of its arguments that it does not read.
+      chip: the chip.
+      scanned: its operations, where the compiler cannot count them.
+    """
+    flops = compiled.cost_analysis()["flops"] if scanned is None else scanned
+    held: Any = compiled.memory_analysis()
+    read = held.argument_size_in_bytes + held.output_size_in_bytes - unread
+    text = compiled.as_text()
+    moved = collectives(list(topology.instructions(text)), topology.turns(text))
+    total = sum(moved_bytes for _, moved_bytes in moved.values())
+    seconds = max(flops / chip.flops, read / chip.bandwidth) + total / chip.interconnect
+    return Step(label, flops, read, total, seconds)
 
 
 def _compile(lowered: jax.stages.Lowered, where: chips.Slice, split: int) -> jax.stages.Compiled:
@@ -457,18 +494,20 @@ def _type_bytes(array: str) -> int:
 
 def _cache_shapes(state: loop.State) -> set[tuple[int, ...]]:
     """Shapes, on one device, of all keys and values."""
-    held = [state.cache] + ([state.drafter.cache] if state.drafter else [])
+    held = [state.cache] + ([state.drafter.cache] if hasattr(state.drafter, "cache") else [])
     leaves = jax.tree.leaves([(cache.kv, cache.cross) for cache in held])
     return {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
 
 
 def _ratios(steps: list[Step], decoder: Decoder) -> tuple[float | None, float | None]:
-    """c and v: a round drafts one block of two tokens and gamma - 1 of one."""
+    """c and v: a round of a small model drafts one block of two tokens and gamma - 1 of one."""
     if len(steps) == 1:
         return None, None
-    plain, verify, first, more = (step.seconds for step in steps)
-    gamma = decoder.drafter.depth
-    return (first + (gamma - 1) * more) / gamma / plain, verify / plain
+    plain, verify, *drafts = (step.seconds for step in steps)
+    gamma, whole = decoder.drafter.depth, drafts[0]
+    if len(drafts) > 1:
+        whole += (gamma - 1) * drafts[1]
+    return whole / gamma / plain, verify / plain
 
 
 def _smallest(found: Compiled, where: chips.Slice, split: int) -> str | None:

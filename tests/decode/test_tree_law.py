@@ -15,7 +15,8 @@ import pytest
 
 from specjax.decode import multi_step, tree
 from specjax.decode.interfaces import TokenTree
-from specjax.decode.verify import GreedyMatch, NaiveSampling, SpeculativeSampling, TypicalAcceptance
+from specjax.decode.lossy import TypicalAcceptance
+from specjax.decode.verify import GreedyMatch, NaiveSampling, SpeculativeSampling
 from tests.decode.laws import ONE_ATOM, TWO_ATOMS
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -148,7 +149,7 @@ def law_of(verifier, shape, drafts, target, change=lambda made: made):
             path = np.asarray(verdict.path[r])
             words = tuple(int(made.tokens[r, n]) for n in path[: int(verdict.accepted[r])])
             law = np.exp(np.asarray(verdict.log_next[r]))
-            if isinstance(verifier, TypicalAcceptance):
+            if not verifier.lossless:
                 law = np.eye(V)[int(verdict.next_token[r])]
             _spread(out, words, law, chance[r] * weight[r], target)
     np.testing.assert_allclose(total, 1, atol=1e-12)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from specjax import Sampling, generate
-from specjax.decode.verify import GreedyMatch, SpeculativeSampling, TypicalAcceptance
+from specjax.decode.lossy import TypicalAcceptance
+from specjax.decode.verify import GreedyMatch, SpeculativeSampling
 from specjax.drafters import levels
 from specjax.drafters.medusa import MedusaHeads
 from specjax.models import draft_vocab, medusa
