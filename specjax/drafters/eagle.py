@@ -20,9 +20,8 @@ from specjax.decode.sampling import Sampling
 from specjax.decode.tree import Template
 from specjax.decode.verify import DRAFT
 from specjax.drafters import levels
-from specjax.models.eagle import Eagle, Pairs
+from specjax.models.eagle import Eagle, Pairs, beside
 from specjax.models.eagle_t5 import EagleT5
-from specjax.models.heads import TAP
 
 
 class EagleState(NamedTuple):
@@ -55,7 +54,7 @@ class Pairwise:
 
     @property
     def taps(self) -> tuple[str, ...]:
-        return (TAP, *self.model.reads)
+        return (*self.model.taps, *self.model.reads)
 
     @property
     def reach(self) -> int:
@@ -74,7 +73,7 @@ class Pairwise:
 
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> EagleState:
         """Reads the prompt's pairs, as far as there are any."""
-        cache, last, lag = self.model.begin(params.draft, prefilled, TAP, slots)
+        cache, last, lag = self.model.begin(params.draft, prefilled, slots)
         unread = jnp.pad(last, ((0, 0), (0, self.depth), (0, 0)))
         return EagleState(cache, unread, lag, self.model.open(lag.shape[0], self.slots))
 
@@ -119,12 +118,12 @@ class Pairwise:
 
     def observe(self, params: Params, state: EagleState, outcome: Outcome) -> EagleState:
         """Commits what was read of the target's own states; the round's new states are read next."""
-        del params
         went = outcome.count > 0
         slots = jnp.broadcast_to(jnp.arange(self.depth + 1, dtype=jnp.int32), outcome.keep.shape)
         cache = self.model.commit(state.cache, state.open, slots, jnp.where(went, state.lag, 0))
-        seen = outcome.extended.taps[TAP]
+        seen = beside(outcome.extended, self.model.taps)
         new = jnp.take_along_axis(seen, jnp.maximum(outcome.keep, 0)[..., None], axis=1)
+        new = self.model.features(params.draft, new)
         states = jnp.where(went[:, None, None], new.astype(state.states.dtype), state.states)
         lag = jnp.where(went, outcome.count, state.lag)
         return EagleState(cache, states, lag, state.open)

@@ -215,7 +215,7 @@ class Heads:
         if not hasattr(stored, "taken"):
             raise ValueError(f"{self.path} holds no heads but a {type(stored).__name__} of its own")
         found = checkpoints.load_any(path, stored, self.dtype)[1]
-        model = type(stored)(dataclasses.replace(stored.config, alone=False))
+        model = stored.beside(target)
         found = found | model.taken(target, params)
         if partitioner is not None:
             return model, devices.put(found, partitioner.replicated)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, PyTree
 
-from specjax.decode.interfaces import Block, Open, Prefilled
+from specjax.decode.interfaces import Block, Extended, Open, Prefilled
 from specjax.models import cache as caches
 from specjax.models import heads, layers
 from specjax.models.cache import Cache
@@ -64,6 +64,19 @@ class EagleConfig(LlamaConfig):
 
 class EagleParts:
     """What heads of all families have in common, beside the layers; the configuration says the sizes."""
+
+    # The target's states that the head reads, side by side ``[B, M, n d]``.
+    taps: tuple[str, ...] = (heads.TAP,)
+
+    def features(self, params: PyTree, states: Float[Array, "B M n"]) -> Float[Array, "B M d"]:
+        """What stands for the target's states in pairs: here they themselves."""
+        del params
+        return states
+
+    def beside(self, target: Any) -> Any:
+        """The head as it decodes with a target, whose embedding and output layer it has."""
+        del target
+        return type(self)(dataclasses.replace(self.config, alone=False))
 
     def parts(self) -> PyTree[tuple]:
         """(shape, logical axes, initializer) of all but the layers."""
@@ -127,20 +140,19 @@ class Eagle(EagleParts, Llama):
         return params["lm_head"]["weight"]
 
     def begin(
-        self, params: PyTree, prefilled: Prefilled, tap: str, slots: int
+        self, params: PyTree, prefilled: Prefilled, slots: int
     ) -> tuple[Cache, Float[Array, "B 1 d"], Int[Array, "B"]]:
         """Reads all pairs of the prompt but the last.
 
         Args:
           params: the head's.
-          prefilled: the target's, with its states under ``tap``.
-          tap: which states.
+          prefilled: the target's, with its states.
           slots: room in the cache beyond the prompt.
 
         Returns:
           (cache, the last pair's state, how many pairs are unread: 0 for a prompt of one token).
         """
-        prompt, states = prefilled.prompt, prefilled.taps[tap]
+        prompt, states = prefilled.prompt, self.features(params, beside(prefilled, self.taps))
         count = jnp.maximum(prompt.length - 2, 0)
         pairs = Pairs(jnp.roll(prompt.tokens, -1, axis=1), states)
         _, kv = self._fill(params, pairs, count, slots)
@@ -167,3 +179,8 @@ class Eagle(EagleParts, Llama):
         heads.check_target(self.config, target)
         output = heads.output_rows(self.config, target, params)
         return {"embed_tokens": dict(params["embed_tokens"]), "lm_head": {"weight": output}}
+
+
+def beside(extended: Prefilled | Extended, taps: tuple[str, ...]) -> Float[Array, "B M n"]:
+    """A target's states under some taps, side by side."""
+    return jnp.concatenate([extended.taps[name] for name in taps], axis=-1)

@@ -62,13 +62,12 @@ class EagleT5(EagleParts, T5):
         return self.join(params, tokens)
 
     def begin(
-        self, params: PyTree, prefilled: Prefilled, tap: str, slots: int
+        self, params: PyTree, prefilled: Prefilled, slots: int
     ) -> tuple[Cache, Float[Array, "B 1 d"], Int[Array, "B"]]:
         """Cross-attention over the target's encoder output; no pair, since nothing was said yet.
 
         Of a forced prefix the head reads nothing: its first pair is that of the first token behind it.
         """
-        del tap
         config, encoded = self.config, prefilled.taps["encoded"]
         batch, length = encoded.shape[:2]
         mask = jnp.arange(length, dtype=jnp.int32)[None] < prefilled.prompt.length[:, None]

@@ -5,6 +5,7 @@ import json
 from typing import Any, NamedTuple
 
 from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.eagle3 import Eagle3, Eagle3Config
 from specjax.models.eagle_t5 import EagleT5, EagleT5Config
 from specjax.models.llama import Llama, LlamaConfig
 from specjax.models.medusa import Medusa, MedusaConfig
@@ -24,8 +25,9 @@ class Family(NamedTuple):
     config: type
 
 
-# Heads come with a target; EAGLE's are Llamas and T5s too, and so stand before these.
+# Heads come with a target; EAGLE's are Llamas and T5s too, and so stand before these; EAGLE-3's are EAGLE's.
 FAMILIES = {
+    "eagle3": Family(Eagle3, Eagle3Config),
     "eagle": Family(Eagle, EagleConfig),
     "eagle_t5": Family(EagleT5, EagleT5Config),
     "medusa": Family(Medusa, MedusaConfig),

@@ -180,21 +180,31 @@ class Llama(Causal):
     def layer(
         self, weights: PyTree, x: Float[Array, "B M d"], shared: tuple[Array, Array], attend: Attend
     ):
-        c, attention, mlp = self.config, weights["self_attn"], weights["mlp"]
         y = x
         if "input_layernorm" in weights:  # EAGLE's layer has none
-            y = layers.rms_norm(x, weights["input_layernorm"]["weight"], c.norm_eps)
+            y = layers.rms_norm(x, weights["input_layernorm"]["weight"], self.config.norm_eps)
+        read, kept = self.attention(weights["self_attn"], y, shared, attend)
+        return self.feed_forward(weights, x + read), kept
+
+    def attention(
+        self, weights: PyTree, y: Float[Array, "B M K"], shared: tuple[Array, Array], attend: Attend
+    ):
+        """(what attention reads ``[B, M, d]``, what it kept) for normed states."""
+        c, (cos, sin) = self.config, shared
         heads = {"q_proj": c.num_heads, "k_proj": c.num_kv_heads, "v_proj": c.num_kv_heads}
         query, key, value = (
-            layers.split_heads(project(attention[name], y), count) for name, count in heads.items()
+            layers.split_heads(project(weights[name], y), count) for name, count in heads.items()
         )
-        cos, sin = shared
-        query = rotate(query, cos, sin) * jnp.asarray(c.head_dim**-0.5, x.dtype)
+        query = rotate(query, cos, sin) * jnp.asarray(c.head_dim**-0.5, y.dtype)
         read, kept = attend(query, rotate(key, cos, sin), value)
-        x = x + project(attention["o_proj"], layers.join_heads(read))
+        return project(weights["o_proj"], layers.join_heads(read)), kept
+
+    def feed_forward(self, weights: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M d"]:
+        """Adds the gated feed-forward layer's output."""
+        c, mlp = self.config, weights["mlp"]
         y = layers.rms_norm(x, weights["post_attention_layernorm"]["weight"], c.norm_eps)
         gate = ACTIVATIONS[c.activation](project(mlp["gate_proj"], y))
-        return x + project(mlp["down_proj"], gate * project(mlp["up_proj"], y)), kept
+        return x + project(mlp["down_proj"], gate * project(mlp["up_proj"], y))
 
     def finish(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M d"]:
         return layers.rms_norm(x, params["norm"]["weight"], self.config.norm_eps)

@@ -108,6 +108,11 @@ class Medusa(Tabled):
         """The parameters laid out for a CPU (`layers.tile`)."""
         return jax.tree.map(lambda leaf: layers.tile(leaf) if leaf.ndim == 2 else leaf, params)
 
+    def beside(self, target: Any) -> "Medusa":
+        """The heads as they decode with a target, whose output layer they have if they share one."""
+        del target
+        return Medusa(dataclasses.replace(self.config, alone=False))
+
     def taken(self, target: Any, params: PyTree) -> PyTree:
         """What heads take from their target: an output layer that they share, if they have no own ones.
 

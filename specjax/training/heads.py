@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from specjax import checkpoints, pretrained
 from specjax.decode import devices
-from specjax.models import medusa
+from specjax.models import heads, medusa
 from specjax.models.draft_vocab import DraftVocab
 from specjax.models.eagle import TAKEN, Eagle, Pairs
+from specjax.models.eagle3 import Eagle3
 from specjax.models.eagle_t5 import EagleT5
 from specjax.models.medusa import Medusa
 from specjax.training import losses
@@ -41,6 +42,30 @@ def labels(
     own = jnp.asarray(vocab.own)[wanted]
     known = jnp.where(own < len(vocab), weights, 0.0)
     return jnp.minimum(own, len(vocab) - 1), weights, known
+
+
+def judged(
+    guesses: list[Float[Array, "B T K"]], batch: dict, vocab: DraftVocab | None, decay: float
+) -> dict[str, Array]:
+    """Sums over what is guessed 2, 3, … tokens behind every position.
+
+    Args:
+      guesses: logits, the first of the token two behind.
+      batch: of tokens and weights, of which guesses may lack the last positions.
+      vocab: what they can say.
+      decay: weights fall by it from guess to guess.
+
+    Returns:
+      Summed loss, and of every guess how often it is right and among the first five.
+    """
+    sums = {"loss": jnp.zeros(())}
+    for i, logits in enumerate(guesses):
+        wanted, weights, known = (x[:, : logits.shape[1]] for x in labels(batch, 2 + i, vocab))
+        sums["loss"] += decay**i * losses.cross_entropy(logits, wanted, known)
+        sums[f"top1_{i}/count_{i}"] = losses.correct(logits, wanted, known)
+        sums[f"top5_{i}/count_{i}"] = losses.among(logits, wanted, known, 5)
+        sums[f"count_{i}"] = weights.sum()
+    return sums | {"tokens": sums["count_0"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +102,9 @@ class Medusa1:
 
     def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
         """Summed loss, and of every head what is its first guess and among its first five."""
-        vocab, sums = self.model.config.draft_vocab, {"loss": jnp.zeros(())}
         logits = self.model.known_logits(params, batch["states"])
-        for i in range(self.model.config.heads):
-            wanted, weights, known = labels(batch, 2 + i, vocab)
-            own = logits[:, :, i]
-            sums["loss"] += self.decay**i * losses.cross_entropy(own, wanted, known)
-            sums[f"top1_{i}/count_{i}"] = losses.correct(own, wanted, known)
-            sums[f"top5_{i}/count_{i}"] = losses.among(own, wanted, known, 5)
-            sums[f"count_{i}"] = weights.sum()
-        return sums | {"tokens": sums["count_0"]}
+        guesses = [logits[:, :, i] for i in range(self.model.config.heads)]
+        return judged(guesses, batch, self.model.config.draft_vocab, self.decay)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,4 +215,6 @@ def from_target(
         made = medusa.begun(model, made, network, params)
     else:
         made |= model.taken(network, params)
+    if isinstance(model, Eagle3):  # its own output layer begins as the target's
+        made["lm_head"] = {"weight": heads.output_rows(model.config, network, params)}
     return made if shardings is None else devices.put(made, shardings)

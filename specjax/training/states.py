@@ -20,6 +20,7 @@ from rich import progress
 from specjax import pretrained, runs
 from specjax.checkpoints import structure
 from specjax.models.causal import Causal
+from specjax.models.heads import TAP
 from specjax.models.t5 import T5
 from specjax.training.answers import AnswerBatches
 from specjax.training.loop import Batches
@@ -31,19 +32,19 @@ MARKER = "done.json"
 
 @dataclasses.dataclass(frozen=True)
 class StateBatches:
-    """The batches of a source with the target's states: ``states`` float32 ``[B, T, d]`` beside them.
+    """The batches of a source with the target's states: ``states`` float32 ``[B, T, n d]`` beside them.
 
     Attributes:
       batches: texts and answers.
       target: name or path of a decoder-only target (`specjax.pretrained.load`).
-      tap: which states.
+      taps: which states, side by side: an EAGLE-3 head's are its own (`specjax.models.eagle3`).
       folder: where they are kept; those of other texts or another target get another folder in it. A
         stopped computation goes on where it was.
     """
 
     batches: AnswerBatches
     target: str
-    tap: str = "final"
+    taps: tuple[str, ...] = (TAP,)
     folder: str = "~/.cache/specjax/states"
 
     def __len__(self) -> int:
@@ -68,16 +69,18 @@ class StateBatches:
         plan = list(self.batches.once())
         # what the number of finished batches means hangs on all of them
         batches = [(length, members.tolist()) for length, members in plan]
-        what = [structure.fingerprint(params), self.tap, batches]
+        what = [structure.fingerprint(params), *self.taps, batches]
         digest = hashlib.sha256(repr(what).encode())
         for text in texts:
             digest.update(text.astype(np.int32).tobytes() + b"|")
         place = pathlib.Path(self.folder).expanduser() / digest.hexdigest()[:16]
         place.mkdir(parents=True, exist_ok=True)
-        kept = _array(place / "states.npy", (int(starts[-1]), model.config.emb_dim))
+        kept = _array(
+            place / "states.npy", (int(starts[-1]), len(self.taps) * model.config.emb_dim)
+        )
         marker = place / MARKER
         done = json.loads(marker.read_text()) if marker.exists() else 0
-        read = _read(model, self.tap)
+        read = _read(model, tuple(self.taps))
         left = range(done, len(plan))
         for number in progress.track(left, description="reading the target") if left else ():
             length, members = plan[number]
@@ -98,11 +101,14 @@ def _array(file: pathlib.Path, shape: tuple[int, int]) -> np.ndarray:
     return np.lib.format.open_memmap(file, "w+", np.float16, shape)
 
 
-def _read(model: Causal, tap: str):
+def _read(model: Causal, taps: tuple[str, ...]):
     """Compiled: states of right-padded texts, in half precision."""
-    return jax.jit(
-        lambda params, tokens: model.states(params, tokens, (tap,))[tap].astype(jnp.float16)
-    )
+
+    def read(params, tokens):
+        states = model.states(params, tokens, taps)
+        return jnp.concatenate([states[tap] for tap in taps], axis=-1).astype(jnp.float16)
+
+    return jax.jit(read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +123,11 @@ class T5StateBatches:
       batches: `specjax.training.batches.Seq2SeqBatches`, or alike.
       teacher: the target.
       path: where its parameters are, as `specjax.training.teacher.load_target` reads them.
-      tap: which states.
     """
 
     batches: Batches
     teacher: T5
     path: str
-    tap: str = "final"
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -140,7 +144,7 @@ class T5StateBatches:
         def read(params, batch):
             mask, words = batch["input_mask"], batch["decoder_inputs"]
             encoded = self.teacher.encode(params, batch["inputs"], mask)
-            states = self.teacher.states(params, encoded, mask, words, (self.tap,))[self.tap]
+            states = self.teacher.states(params, encoded, mask, words, (TAP,))[TAP]
             wide = lambda x, *sides: jnp.pad(x, ((0, 0), sides, *[(0, 0)] * (x.ndim - 2)))  # noqa: E731
             return {
                 "tokens": jnp.concatenate([words[:, :1], batch["targets"]], axis=1),

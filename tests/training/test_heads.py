@@ -13,11 +13,13 @@ from specjax.decode.verify import GreedyMatch
 from specjax.drafters.eagle import EagleHead
 from specjax.drafters.medusa import MedusaHeads
 from specjax.models import draft_vocab, medusa
-from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.eagle import Eagle, EagleConfig, Pairs
+from specjax.models.eagle3 import Eagle3, Eagle3Config
 from specjax.models.medusa import Medusa, MedusaConfig
 from specjax.partitioning import mesh as meshes
 from specjax.partitioning.rules import Partitioner
 from specjax.training import answers, heads, loop, states
+from specjax.training.eagle3 import TrainingTimeTest
 from tests import toys
 from tests.models import decoders
 
@@ -29,6 +31,14 @@ EAGLE = Eagle(
         vocab_size=toys.VOCAB, emb_dim=WIDTH, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32
     )
 )
+EAGLE3 = Eagle3(
+    Eagle3Config(
+        vocab_size=toys.VOCAB, emb_dim=WIDTH, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32,
+        reads_layers=(0, 1, 1),
+    )
+)  # fmt: skip
+# What every recipe's heads read of the target.
+TAPS = {"medusa": ("final",), "eagle": ("final",), "eagle3": EAGLE3.taps}
 
 
 # Labels and weights.
@@ -67,9 +77,10 @@ def target():
     return decoders.init(TARGET, 1)
 
 
-def batch_of(tokens, weights):
+def batch_of(tokens, weights, name="medusa"):
     tokens = jnp.asarray(tokens, jnp.int32)
-    seen = TARGET.states(target(), tokens, ("final",))["final"]
+    seen = TARGET.states(target(), tokens, TAPS[name])
+    seen = jnp.concatenate([seen[tap] for tap in TAPS[name]], axis=-1)
     return {"tokens": tokens, "weights": jnp.asarray(weights, jnp.float32), "states": seen}
 
 
@@ -82,7 +93,11 @@ def begun(model):
     return medusa.begun(model, params, TARGET, target())
 
 
-RECIPES = {"medusa": heads.Medusa1(MEDUSA), "eagle": heads.Eagle1(EAGLE, noise=0.0)}
+RECIPES = {
+    "medusa": heads.Medusa1(MEDUSA),
+    "eagle": heads.Eagle1(EAGLE, noise=0.0),
+    "eagle3": TrainingTimeTest(EAGLE3, 3),
+}
 every = pytest.mark.parametrize("name", RECIPES)
 
 
@@ -91,10 +106,10 @@ def test_other_positions_have_no_gradient(name):
     """M1: what stands in front of the answer, and behind its last label, is not learned."""
     recipe, rng = RECIPES[name], np.random.default_rng(0)
     tokens = rng.integers(2, toys.VOCAB, (1, 8))
-    batch = batch_of(tokens, [[0, 0, 0, 1, 1, 1, 0, 0]])
-    # Positions 1 to 3 are used, whose p + 2 is of the answer. Medusa learns the tokens from p + 2 on, EAGLE
-    # the states behind p + 1.
-    learned, ignored = ({3, 4, 5}, {6, 7}) if name == "medusa" else ({2, 3, 4}, {5, 6, 7})
+    batch = batch_of(tokens, [[0, 0, 0, 1, 1, 1, 0, 0]], name)
+    # Positions 1 to 3 are used, whose p + 2 is of the answer. EAGLE learns the states behind p + 1, others
+    # the tokens from p + 2 on.
+    learned, ignored = ({2, 3, 4}, {5, 6, 7}) if name == "eagle" else ({3, 4, 5}, {6, 7})
 
     def gradient(batch):
         return jax.grad(lambda p: recipe.evaluate(p, batch)["loss"])(begun(recipe.model))
@@ -118,8 +133,8 @@ def test_padding_changes_nothing(name):
     weights = np.asarray([[0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0, 0]], np.float32)
     wide = lambda x: np.pad(x, ((0, 1), (0, 10)))  # noqa: E731
     params = begun(recipe.model)
-    one = loop.averages(recipe.evaluate(params, batch_of(tokens, weights)))
-    other = loop.averages(recipe.evaluate(params, batch_of(wide(tokens), wide(weights))))
+    one = loop.averages(recipe.evaluate(params, batch_of(tokens, weights, name)))
+    other = loop.averages(recipe.evaluate(params, batch_of(wide(tokens), wide(weights), name)))
     assert one.keys() == other.keys()
     for key, value in one.items():
         np.testing.assert_allclose(other[key], value, rtol=1e-5, err_msg=key)
@@ -155,6 +170,22 @@ def test_accuracies_by_rank_add_up():
         np.testing.assert_allclose(by_rank[i].sum(), 1, rtol=1e-6)
 
 
+def test_a_step_of_training_is_a_step_of_drafting():
+    """M2, EAGLE-3: unrolled steps are those of texts whose later states the head said itself."""
+    rng = np.random.default_rng(2)
+    batch = batch_of(rng.integers(2, toys.VOCAB, (2, 9)), np.ones((2, 9)), "eagle3")
+    params = begun(EAGLE3)
+    features = EAGLE3.features(params, batch["states"])
+    tokens = batch["tokens"][:, 1:]
+    steps = EAGLE3.unrolled(params, Pairs(tokens, features[:, :-1]), 3)
+    for start in (0, 2, 4):  # a draft that begins behind this pair
+        states = features[:, :-1]
+        for step in range(3):
+            said = EAGLE3.next_states(params, Pairs(tokens, states), {})
+            np.testing.assert_allclose(said[:, start + step], steps[step][:, start], atol=1e-5)
+            states = states.at[:, start + step + 1].set(said[:, start + step])
+
+
 # Training, then decoding.
 
 
@@ -171,10 +202,12 @@ def said(tmp_path_factory):
 
 @pytest.fixture
 def batches(said, monkeypatch):
-    """The answers with the toy target's states."""
+    """The answers with the toy target's states: a function of what is trained."""
     monkeypatch.setattr(states.pretrained, "load", lambda name: (TARGET, target(), None))
     source = answers.AnswerBatches((str(said[0] / "one.npz"),), lengths=(28,), tokens=28)
-    return states.StateBatches(source, "toy", folder=str(said[0] / "states"))
+    return lambda name: states.StateBatches(
+        source, "toy", TAPS[name], folder=str(said[0] / "states")
+    )
 
 
 def test_windows_of_a_stream_are_texts_that_answer(tmp_path):
@@ -192,6 +225,7 @@ def test_windows_of_a_stream_are_texts_that_answer(tmp_path):
 
 
 def test_states_are_read_once(said, batches):
+    batches = batches("medusa")
     one = batches[0]
     np.testing.assert_allclose(
         one["states"], batch_of(one["tokens"], one["weights"])["states"], atol=2e-3
@@ -204,7 +238,7 @@ def test_states_are_read_once(said, batches):
 @every
 def test_what_overfits_is_accepted_whole(name, said, batches, tmp_path):
     """M2, M7: accuracy 1 in training and acceptance 1 in decoding come together."""
-    recipe, (_, prompt, out) = RECIPES[name], said
+    recipe, (_, prompt, out), batches = RECIPES[name], said, batches(name)
     schedule = loop.Schedule(peak=1e-2, warmup=10, steps=250, decay=100)
     state = loop.train(
         recipe, batches, str(tmp_path / name), schedule, {"again": batches}, optimizer="adamw",
@@ -221,7 +255,7 @@ def test_what_overfits_is_accepted_whole(name, said, batches, tmp_path):
         assert change == (rate > 0)
     kind = MedusaHeads if name == "medusa" else EagleHead
     got = generate(
-        TARGET, target(), prompt, drafter=kind(recipe.model, widths=(1,) * (3 if name == "medusa" else 1)),
+        TARGET, target(), prompt, drafter=kind(recipe.model, widths=(1,) * len(accurate)),
         draft_params=state.params, max_decode_len=24, eos_id=-1, verifier=GreedyMatch(),
     )  # fmt: skip
     np.testing.assert_array_equal(got.tokens, out.tokens)
@@ -231,12 +265,15 @@ def test_what_overfits_is_accepted_whole(name, said, batches, tmp_path):
 class Rows:
     """Eight rows of random text with the target's states, the same at every position."""
 
+    def __init__(self, name):
+        self.name = name
+
     def __len__(self):
         return 1
 
     def __getitem__(self, position):
         tokens = np.random.default_rng(3).integers(2, toys.VOCAB, (8, 12))
-        return jax.tree.map(np.asarray, batch_of(tokens, np.ones((8, 12))))
+        return jax.tree.map(np.asarray, batch_of(tokens, np.ones((8, 12)), self.name))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -248,7 +285,7 @@ def test_a_mesh_trains_what_one_device_does(name, accumulation, tmp_path):
 
     def train(folder, partitioner):
         return loop.train(
-            recipe, Rows(), str(tmp_path / folder), loop.Schedule(1e-2, 1, 3, 1), optimizer="adamw",
+            recipe, Rows(name), str(tmp_path / folder), loop.Schedule(1e-2, 1, 3, 1), optimizer="adamw",
             initial_params=start, partitioner=partitioner, accumulation=accumulation,
         ).params  # fmt: skip
 
