@@ -1,10 +1,12 @@
-"""Heads as their authors store them: Medusa's ``medusa_lm_head`` and EAGLE-1's folders.
+"""Heads as their authors store them: Medusa's ``medusa_lm_head``, EAGLE-1's and EAGLE-3's folders.
 
-Both lack what heads take from their target (`Heads` in `specjax.infer.system` gives it to them). EAGLE's
-files may hold the target's embedding as well, which is left where it is.
+All lack what heads take from their target (`Heads` in `specjax.infer.system` gives it to them). EAGLE's
+files may hold the target's embedding as well, which is left where it is. What vLLM and SGLang read is the
+same, but for Medusa's heads, whose tensors vLLM names in its own way (``style="vllm"``).
 
 References:
-  FasterDecoding/Medusa and SafeAILab/EAGLE, released checkpoints; see the names in `_MEDUSA` and `_eagle`.
+  FasterDecoding/Medusa and SafeAILab/EAGLE, released checkpoints; vllm/model_executor/models/{medusa,
+  llama_eagle,llama_eagle3}.py and sglang/srt/models/llama_eagle{,3}.py for what is asked for there.
 """
 
 import logging
@@ -20,13 +22,17 @@ from jaxtyping import PyTree
 
 from specjax.checkpoints import causal, place, structure, torch_file
 from specjax.checkpoints import folder as folder_of
+from specjax.models import draft_vocab, layers
 from specjax.models.draft_vocab import DraftVocab
 from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.eagle3 import Eagle3, Eagle3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.medusa import Medusa, MedusaConfig
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 EAGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+MAPS = ("d2t", "t2d")
+AUTHORS, VLLM = "authors", "vllm"
 # Head h: residual block l is h.l.linear, its output layer h.L, where it has L blocks.
 _MEDUSA = re.compile(r"^(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
 # Ours alone: which pieces the head was trained to say. Others skip it, and let the head say all.
@@ -56,21 +62,21 @@ def read_config(path: str | os.PathLike) -> MedusaConfig | EagleConfig:
     if _file(folder, MEDUSA_FILES) is None:
         return _eagle(folder, raw)
     shapes = _shapes(folder)
-    heads, layers = _counted(folder, shapes)
+    heads, blocks = _counted(folder, shapes)
     for name, stated, found in (
         ("medusa_num_heads", raw.get("medusa_num_heads"), heads),
-        ("medusa_num_layers", raw.get("medusa_num_layers"), layers),
+        ("medusa_num_layers", raw.get("medusa_num_layers"), blocks),
     ):
         if stated is not None and stated != found:
             logging.warning(
                 "%s says %s = %s; %s are stored, which count", folder, name, stated, found
             )
-    output = shapes.get(f"0.{layers}.weight")
+    output = shapes.get(f"0.{blocks}.weight")
     width = shapes["0.0.linear.weight"][0]
     if output is None and not isinstance(raw.get("vocab_size"), int):
         raise ValueError(f"{folder}: heads without output layers, and no vocab_size in config.json")
     pieces = output[0] if output is not None else raw["vocab_size"]
-    return MedusaConfig(pieces, width, heads, layers, output is not None, alone=output is None)
+    return MedusaConfig(pieces, width, heads, blocks, output is not None, alone=output is None)
 
 
 def load(
@@ -93,14 +99,21 @@ def load(
     folder = pathlib.Path(path).expanduser()
     tensors = _tensors(folder)
     theirs = _names(model)
-    found = {n: tuple(x.shape) for n, x in tensors.items() if n != "embed_tokens.weight"}
+    aside = ("embed_tokens.weight", *(MAPS if isinstance(model, Eagle3) else ()))
+    found = {n: tuple(x.shape) for n, x in tensors.items() if n not in aside}
     expected = structure.shapes(model.abstract())
     structure.check(found, {theirs[n]: shape for n, shape in expected.items()}, str(folder))
     reads = {n: (lambda index, n=n: tensors[theirs[n]][index]) for n in expected}
     return place.tree(reads, place.targets(model, dtype, shardings), theirs, str(folder))
 
 
-def save(params: PyTree, model: Medusa | Eagle, path: str | os.PathLike, base: str) -> None:
+def save(
+    params: PyTree,
+    model: Medusa | Eagle,
+    path: str | os.PathLike,
+    base: str,
+    style: str = AUTHORS,
+) -> None:
     """Writes heads as their authors do, in safetensors.
 
     Args:
@@ -109,6 +122,7 @@ def save(params: PyTree, model: Medusa | Eagle, path: str | os.PathLike, base: s
       model: the heads.
       path: the folder; it must hold none yet.
       base: name of the target, for ``base_model_name_or_path``.
+      style: "vllm" writes Medusa's heads as vLLM names them, which `load` does not read back.
 
     Raises:
       ValueError: the folder holds heads already, the parameters do not fit, or what the format has no words
@@ -122,10 +136,16 @@ def save(params: PyTree, model: Medusa | Eagle, path: str | os.PathLike, base: s
     if old := [n for n in (*MEDUSA_FILES, *EAGLE_FILES) if (folder / n).exists()]:
         raise ValueError(f"{folder} holds {', '.join(old)} already")
     medusa = isinstance(model, Medusa)
-    if medusa and model.config.draft_vocab is not None and model.config.own_output:
+    if style not in (AUTHORS, VLLM):
+        raise ValueError(f"style must be {AUTHORS!r} or {VLLM!r}, got {style!r}")
+    own_names = medusa and style == VLLM
+    some = medusa and model.config.draft_vocab is not None
+    if some and model.config.own_output and not own_names:
         raise ValueError("Medusa's files know no heads that can say only some of the pieces")
+    if own_names and not model.config.own_output and "output" not in params:
+        raise ValueError("vLLM wants the output layer that the heads share among the parameters")
     kept = {n: x for n, x in structure.flatten(params).items() if n not in _taken(model)}
-    theirs = _names(model)
+    theirs = _vllm_names(model) if own_names else _names(model)
     expected = {
         n: s for n, s in structure.shapes(model.abstract()).items() if n not in _taken(model)
     }
@@ -134,11 +154,50 @@ def save(params: PyTree, model: Medusa | Eagle, path: str | os.PathLike, base: s
     embedding = params.get("embed_tokens")
     if not medusa and embedding is not None:
         tensors["embed_tokens.weight"] = np.ascontiguousarray(np.asarray(embedding["weight"]))
+    if own_names and not model.config.own_output:
+        rows = layers.untile(params["output"]["weight"])
+        tensors["lm_heads.0.weight"] = np.ascontiguousarray(np.asarray(rows))
+    vocab = model.config.draft_vocab
+    if own_names and vocab is not None:
+        tensors["token_map"] = vocab.ids.astype(np.int64)
+    if isinstance(model, Eagle3) and vocab is not None:
+        tensors |= _maps(vocab)
     folder.mkdir(parents=True, exist_ok=True)
-    file = MEDUSA_FILES[0] if medusa else EAGLE_FILES[0]
+    file = MEDUSA_FILES[0] if medusa and not own_names else EAGLE_FILES[0]
     safetensors.numpy.save_file(tensors, folder / file, {"format": "pt"})
-    describe = _describe_medusa if medusa else _describe_eagle
-    folder_of.write_json(folder / folder_of.CONFIG, describe(model, base))
+    described = _describe_medusa(model, base) if medusa else _describe_eagle(model, base)
+    if own_names:
+        described |= _vllm_medusa(model)
+    folder_of.write_json(folder / folder_of.CONFIG, described)
+
+
+def _maps(vocab: DraftVocab) -> dict[str, np.ndarray]:
+    """EAGLE-3's two maps: what each id of the head must be raised by, and which pieces it has."""
+    kept = np.zeros(vocab.vocab_size, bool)
+    kept[vocab.ids] = True
+    return {"d2t": vocab.ids.astype(np.int64) - np.arange(len(vocab), dtype=np.int64), "t2d": kept}
+
+
+def _mapped(
+    folder: pathlib.Path, tensors: Mapping[str, np.ndarray], pieces: int
+) -> DraftVocab | None:
+    """The pieces that an EAGLE-3 head can say.
+
+    Raises:
+      ValueError: there is but one map, or both do not say the same.
+    """
+    found = [tensors.get(name) for name in MAPS]
+    if all(x is None for x in found):
+        return None
+    if any(x is None for x in found):
+        raise ValueError(f"{folder}: of {' and '.join(MAPS)} only one is stored")
+    raised, kept = found
+    ids = raised.astype(np.int64) + np.arange(len(raised), dtype=np.int64)
+    if kept.shape != (pieces,) or not np.array_equal(np.flatnonzero(kept), ids):
+        raise ValueError(
+            f"{folder}: d2t and t2d disagree: target ids are i + d2t[i], rising, and those that t2d keeps"
+        )
+    return draft_vocab.of_ids(ids, pieces)
 
 
 def _file(folder: pathlib.Path, names: tuple[str, ...]) -> pathlib.Path | None:
@@ -185,11 +244,13 @@ def _names(model: Medusa | Eagle) -> dict[str, str]:
     for name in structure.shapes(model.abstract()):
         if isinstance(model, Eagle):
             out[name] = causal._inner(name)
+            if isinstance(model, Eagle3):
+                out[name] = out[name].replace("layers.0.", "midlayer.")
             continue
         first, *rest = name.split(".")
-        number, layers = first.removeprefix("head_"), model.config.layers
+        number, blocks = first.removeprefix("head_"), model.config.layers
         if rest[0] == "output":
-            out[name] = f"{number}.{layers}.weight"
+            out[name] = f"{number}.{blocks}.weight"
         elif len(rest) == 2:
             out[name] = f"{number}.{rest[0].removeprefix('layer_')}.linear.{rest[1]}"
         else:
@@ -197,10 +258,25 @@ def _names(model: Medusa | Eagle) -> dict[str, str]:
     return out
 
 
+def _vllm_names(model: Medusa) -> dict[str, str]:
+    """Our dotted names to vLLM's: residual blocks and output layers apart."""
+    out = {}
+    for name in structure.shapes(model.abstract()):
+        head, _, rest = name.removeprefix("head_").partition(".")
+        if name == "output.weight":
+            continue
+        out[name] = f"lm_heads.{head}.weight" if rest == "output.weight" else (
+            f"blocks.{head}.layers.{rest.removeprefix('layer_')}"
+        )  # fmt: skip
+    return out
+
+
 def _taken(model: Medusa | Eagle) -> tuple[str, ...]:
     """Parameters that are the target's."""
     if isinstance(model, Medusa):
         return () if model.config.own_output else ("output.weight",)
+    if isinstance(model, Eagle3):
+        return ("embed_tokens.weight",)
     return ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -214,11 +290,28 @@ def _describe_medusa(model: Medusa, base: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _vllm_medusa(model: Medusa) -> dict[str, Any]:
+    """What vLLM's configuration of Medusa's heads has beside ours."""
+    c = model.config
+    said = c.vocab_size if c.draft_vocab is None else len(c.draft_vocab)
+    return {
+        "truncated_vocab_size": said, "medusa_fc_bias": True, "original_lm_head": not c.own_output,
+    }  # fmt: skip
+
+
 def _describe_eagle(model: Eagle, base: str) -> dict[str, Any]:
     c = model.config
     plain = LlamaConfig(**{k: v for k, v in vars(c).items() if k in LlamaConfig.__dataclass_fields__}
                         | {"draft_vocab": None})  # fmt: skip
     said = causal.describe_llama(plain) | {"bias": c.fc_bias, "base_model_name_or_path": base}
+    if isinstance(c, Eagle3Config):
+        layers_read = {"eagle_aux_hidden_state_layer_ids": c.reads_layers and list(c.reads_layers)}
+        said |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": c.vocab_size if c.draft_vocab is None else len(c.draft_vocab),
+        }
+        said |= {"eagle_config": layers_read} if c.reads_layers else {}
+        return said | ({"target_hidden_size": c.target_dim} if c.target_dim else {})
     if c.draft_vocab is not None:
         said[_DRAFT_VOCAB] = {"mask": c.draft_vocab.mask, "vocab_size": c.draft_vocab.vocab_size}
     return said
@@ -230,12 +323,31 @@ def _eagle(folder: pathlib.Path, raw: Mapping[str, Any]) -> EagleConfig:
     )
     if not isinstance(found, LlamaConfig):
         raise ValueError(f"{folder}: an EAGLE head is a Llama layer, not {type(found).__name__}")
-    bias = "fc.bias" in _shapes(folder)
-    if raw.get("bias", True) != bias:
+    shapes = _shapes(folder)
+    bias, third = "fc.bias" in shapes, any(name.startswith("midlayer.") for name in shapes)
+    stated = raw.get("bias", not third)  # EAGLE-3's heads have none unless they say so
+    if stated != bias:
         raise ValueError(
-            f"{folder}: config.json says bias = {raw.get('bias', True)}, but fc.bias is "
+            f"{folder}: config.json says bias = {stated}, but fc.bias is "
             + ("stored" if bias else "missing")
         )
+    if third:
+        return _eagle3(folder, raw, found, bias)
     vocab = raw.get(_DRAFT_VOCAB)
     fields = vars(found) | {"draft_vocab": None if vocab is None else DraftVocab(**vocab)}
     return EagleConfig(**fields, fc_bias=bias, alone=True)
+
+
+def _eagle3(
+    folder: pathlib.Path, raw: Mapping[str, Any], found: LlamaConfig, bias: bool
+) -> Eagle3Config:
+    vocab = _mapped(folder, _tensors(folder), found.vocab_size)
+    stated, has = raw.get("draft_vocab_size"), found.vocab_size if vocab is None else len(vocab)
+    if stated not in (None, has):
+        raise ValueError(
+            f"{folder}: config.json says draft_vocab_size = {stated}, its maps keep {has}"
+        )
+    read = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    fields = vars(found) | {"draft_vocab": vocab, "tie_embeddings": False, "fc_bias": bias}
+    width = raw.get("target_hidden_size")
+    return Eagle3Config(**fields, reads_layers=read, target_dim=width, alone=True)

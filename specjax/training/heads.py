@@ -25,9 +25,15 @@ from specjax.training import losses
 
 
 def labels(
-    batch: dict, ahead: int, vocab: DraftVocab | None
+    batch: dict, ahead: int, vocab: DraftVocab | None, behind: int = 2
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
     """What heads are to say ``ahead`` tokens behind every position.
+
+    Args:
+      batch: ``tokens`` and ``weights`` (1 on tokens that answer).
+      ahead: tokens.
+      vocab: what they can say.
+      behind: positions count whose token so far behind answers: 2 of heads, 1 of the target itself.
 
     Returns:
       (labels in the heads' own ids, weights, weights of the labels that they can say). Positions without
@@ -35,7 +41,7 @@ def labels(
     """
     tokens, answers = batch["tokens"], batch["weights"]
     shift = lambda x, by: jnp.pad(x[:, by:], ((0, 0), (0, by)))  # noqa: E731
-    weights = shift(answers, 2) * shift(answers, ahead)
+    weights = shift(answers, behind) * shift(answers, ahead)
     wanted = shift(tokens, ahead)
     if vocab is None:
         return wanted, weights, weights

@@ -216,6 +216,9 @@ def train(
         update = optax.MultiSteps(update, accumulation).gradient_transformation()
     hosts.decide(functools.partial(_claim, folder, recipe, batches, optimizer, seed, accumulation))
     every = _Periods(checkpoint_period, evaluation_period, log_period)
+    for source in (batches, *(validation or {}).values()):
+        # Before signals are held back until a step's end: what this computes is kept by itself.
+        getattr(source, "prepare", lambda: None)()
     with (
         ocp.CheckpointManager(folder / "checkpoints", options=_options()) as manager,
         _Log(folder) as log,

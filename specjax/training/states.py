@@ -50,6 +50,10 @@ class StateBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
+    def prepare(self) -> None:
+        """Computes what is not on disk yet."""
+        _ = self._kept
+
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
         length, members = self.batches.members(position)
         batch = self.batches.pad(length, members)
@@ -141,17 +145,24 @@ class T5StateBatches:
 
     @functools.cached_property
     def _read(self):
-        def read(params, batch):
-            mask, words = batch["input_mask"], batch["decoder_inputs"]
-            encoded = self.teacher.encode(params, batch["inputs"], mask)
-            states = self.teacher.states(params, encoded, mask, words, (TAP,))[TAP]
-            wide = lambda x, *sides: jnp.pad(x, ((0, 0), sides, *[(0, 0)] * (x.ndim - 2)))  # noqa: E731
-            return {
-                "tokens": jnp.concatenate([words[:, :1], batch["targets"]], axis=1),
-                "weights": wide(batch["weights"], 1, 0),
-                "states": wide(states, 0, 1),
-                "encoded": encoded,
-                "input_mask": mask,
-            }
+        return jax.jit(functools.partial(of_t5, self.teacher))
 
-        return jax.jit(read)
+
+def of_t5(model: T5, params: PyTree, batch: dict) -> dict[str, Array]:
+    """Inputs and targets as a text that answers, with the states; see `T5StateBatches`."""
+    mask, words = batch["input_mask"], batch["decoder_inputs"]
+    encoded = model.encode(params, batch["inputs"], mask)
+    seen = model.states(params, encoded, mask, words, (TAP,))[TAP]
+    wide = lambda x, *sides: jnp.pad(x, ((0, 0), sides, *[(0, 0)] * (x.ndim - 2)))  # noqa: E731
+    return {
+        "tokens": jnp.concatenate([words[:, :1], batch["targets"]], axis=1),
+        "weights": wide(batch["weights"], 1, 0),
+        "states": wide(seen, 0, 1),
+        "encoded": encoded,
+        "input_mask": mask,
+    }
+
+
+def of_text(model: Causal, params: PyTree, batch: dict) -> dict[str, Array]:
+    """A text that answers with the states."""
+    return batch | {"states": model.states(params, batch["tokens"], (TAP,))[TAP]}

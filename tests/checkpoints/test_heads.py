@@ -1,6 +1,7 @@
 """Heads in their authors' files: names, counts, biases; what is wrong is named; there and back bit by bit."""
 
 import collections
+import dataclasses
 import io
 import json
 import pickle
@@ -17,6 +18,7 @@ from specjax.checkpoints import causal, heads, structure, torch_file
 from specjax.infer import system
 from specjax.models import draft_vocab
 from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.eagle3 import Eagle3, Eagle3Config
 from specjax.models.medusa import Medusa, MedusaConfig
 from tests import toys
 from tests.models import decoders
@@ -92,6 +94,115 @@ def test_eagle_there_and_back(options, tmp_path):
     assert config.alone and config.draft_vocab == model.config.draft_vocab
     _, found = checkpoints.load_any(tmp_path / "e")
     equal(found, {n: x for n, x in params.items() if n not in ("embed_tokens", "lm_head")})
+
+
+# What sgl-project/SpecForge's trainer writes, and sglang/srt/models/llama_eagle3.py and
+# vllm/model_executor/models/llama_eagle3.py read; vLLM makes "midlayer." its first layer.
+EAGLE3_NAMES = {"fc.weight", "norm.weight", "lm_head.weight"}
+EAGLE3_NAMES |= {
+    f"midlayer.{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+}
+EAGLE3_NAMES |= {f"midlayer.self_attn.{n}_proj.weight" for n in "qkvo"}
+EAGLE3_NAMES |= {f"midlayer.mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
+
+
+def eagle3(**options):
+    sizes = dict(
+        vocab_size=toys.VOCAB, emb_dim=WIDTH, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24,
+        reads_layers=(0, 1, 1), draft_vocab=draft_vocab.of_ids(np.asarray([1, 3, 4]), toys.VOCAB),
+    )  # fmt: skip
+    return Eagle3(Eagle3Config(**sizes | options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(draft_vocab=None), dict(fc_bias=True, reads_layers=None, target_dim=48)]
+)
+def test_eagle3_there_and_back(options, tmp_path):
+    model = eagle3(**options)
+    params = random(model)
+    heads.save(params, model, tmp_path / "e", "base")
+    stored = safetensors.numpy.load_file(tmp_path / "e" / "model.safetensors")
+    c, expected = model.config, EAGLE3_NAMES | {"embed_tokens.weight"}
+    expected |= {"fc.bias"} if c.fc_bias else set()
+    assert set(stored) == expected | (set() if c.draft_vocab is None else {"d2t", "t2d"})
+    assert stored["midlayer.self_attn.q_proj.weight"].shape == (32, 2 * WIDTH)
+    said = json.loads((tmp_path / "e" / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForCausalLMEagle3"] and said["model_type"] == "llama"
+    # What vLLM's and SGLang's loaders ask the configuration for.
+    assert said["num_hidden_layers"] == 1 and said["tie_word_embeddings"] is False
+    assert said["draft_vocab_size"] == (toys.VOCAB if c.draft_vocab is None else 3)
+    assert said.get("target_hidden_size") == c.target_dim
+    found = checkpoints.infer_config(tmp_path / "e")
+    assert found == dataclasses.replace(c, alone=True)
+    _, weights = checkpoints.load_any(tmp_path / "e")
+    equal(weights, {n: x for n, x in params.items() if n != "embed_tokens"})
+
+
+def test_maps_are_differences_and_a_mask(tmp_path):
+    """L2: kept ids 1, 3, 4."""
+    model = eagle3()
+    heads.save(random(model), model, tmp_path, "base")
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert stored["d2t"].dtype == np.int64 and stored["d2t"].tolist() == [1, 2, 2]
+    assert stored["t2d"].dtype == bool and np.flatnonzero(stored["t2d"]).tolist() == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(d2t=np.arange(3)), "d2t and t2d disagree"),
+        (lambda t: t.update(d2t=np.zeros(3, np.int64)), "d2t and t2d disagree"),
+        (lambda t: t.pop("t2d"), "of d2t and t2d only one is stored"),
+    ],
+)
+def test_maps_that_disagree_are_refused(change, message, tmp_path):
+    """L2: filled with ids or with nothing they mean other pieces."""
+    model = eagle3()
+    heads.save(random(model), model, tmp_path, "base")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        checkpoints.infer_config(tmp_path)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_medusa_for_vllm(own, tmp_path):
+    """vllm/model_executor/models/medusa.py: names of tensors, and what it asks the configuration for."""
+    vocab = draft_vocab.of_ids(np.asarray([1, 3, 4]), toys.VOCAB)
+    model = medusa(heads=2, own_output=own, draft_vocab=vocab)
+    params = random(model)
+    heads.save(params, model, tmp_path, "base", style="vllm")
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    names = {f"blocks.{h}.layers.0.{n}" for h in range(2) for n in ("weight", "bias")} | {
+        "token_map"
+    }
+    outputs = {f"lm_heads.{h}.weight" for h in range(2)} if own else {"lm_heads.0.weight"}
+    assert set(stored) == names | outputs
+    assert stored["token_map"].tolist() == [1, 3, 4] and stored["token_map"].dtype == np.int64
+    np.testing.assert_array_equal(
+        stored["blocks.1.layers.0.weight"], params["head_1"]["layer_0"]["weight"]
+    )
+    said = json.loads((tmp_path / "config.json").read_text())
+    asked = dict(
+        model_type="medusa", architectures=["MedusaModel"], hidden_size=WIDTH, num_hidden_layers=1,
+        num_heads=2, vocab_size=toys.VOCAB, truncated_vocab_size=3, original_lm_head=not own,
+        medusa_fc_bias=True,
+    )  # fmt: skip
+    assert asked.items() <= said.items()
+
+
+def test_eagle_for_vllm_and_sglang(tmp_path):
+    """vllm/model_executor/models/llama_eagle.py has no fc.bias, and would leave it out; SGLang's has one."""
+    model = eagle(fc_bias=False)
+    heads.save(random(model), model, tmp_path, "base")
+    stored = set(safetensors.numpy.load_file(tmp_path / "model.safetensors"))
+    prefixed = {f"model.{n}" for n in stored}  # as both rename them
+    assert prefixed == {f"model.{n}" for n in (EAGLE_NAMES - {"fc.bias"}) | {"embed_tokens.weight"}}
+    said = json.loads((tmp_path / "config.json").read_text())
+    asked = {"hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"}
+    asked |= {"vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"}
+    assert asked | {"tie_word_embeddings", "num_hidden_layers"} <= set(said)
 
 
 def test_heads_get_what_they_take_from_their_target(tmp_path):
