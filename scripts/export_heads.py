@@ -36,15 +36,17 @@ def main() -> None:
     out = pathlib.Path(options.out).expanduser()
     try:
         model, params = checkpoints.load_any(pathlib.Path(options.run).expanduser())
-        if isinstance(model, Joint):
-            native.save(out / "target", model.target, params["target"])
-            print(f"{out / 'target'}: the target that was trained with the heads")
-            model, params = model.heads, params["heads"]
+        joint, both = model, params
+        if isinstance(joint, Joint):
+            model, params = joint.heads, both["heads"]
         if options.int8:
             _quantise(model, params, out)
         else:
             heads.save(params, model, out, options.base, options.style)
             print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+        if isinstance(joint, Joint):
+            native.save(out / "target", joint.target, both["target"])
+            print(f"{out / 'target'}: the target that was trained with the heads")
     except ValueError as error:
         sys.exit(f"export_heads: {error}")
 

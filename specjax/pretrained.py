@@ -15,6 +15,7 @@ from specjax.checkpoints import folder as folder_of
 from specjax.data import vocabulary as vocabularies
 from specjax.models import families
 from specjax.models.families import Network
+from specjax.models.joint import JointConfig
 
 
 class Package(NamedTuple):
@@ -73,7 +74,12 @@ def load(name: str | os.PathLike, dtype: str = "float32") -> Pretrained:
 
 def described(path: str, dtype: str) -> Network:
     """The model that a checkpoint describes, with activations and caches of a type."""
-    return families.of(dataclasses.replace(checkpoints.infer_config(path), dtype=dtype))
+    config = checkpoints.infer_config(path)
+    if isinstance(config, JointConfig):
+        raise ValueError(
+            f"{path} holds a target and heads that were trained together; scripts/export_heads.py writes both"
+        )
+    return families.of(dataclasses.replace(config, dtype=dtype))
 
 
 def weights(path: str, model: Network, shardings: PyTree | None = None) -> PyTree:

@@ -11,7 +11,7 @@ class Figure(NamedTuple):
 
     Attributes:
       method, task: in our names; EAGLE-2's, Medusa's and EAGLE's by the same rule.
-      temperature: as printed.
+      temperature: 0, or 1 for what was sampled; the model says so where it was another one.
       speedup: as printed; a string where it is a range.
       tau: tokens per step, where they are printed.
       model: on which.

@@ -35,6 +35,7 @@ MAPS = ("d2t", "t2d")
 AUTHORS, VLLM = "authors", "vllm"
 # Head h: residual block l is h.l.linear, its output layer h.L, where it has L blocks.
 _MEDUSA = re.compile(r"^(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Ours alone: which pieces the head was trained to say. Others skip it, and let the head say all.
 _DRAFT_VOCAB = "specjax_draft_vocab"
 
@@ -141,7 +142,9 @@ def save(
     own_names = medusa and style == VLLM
     some = medusa and model.config.draft_vocab is not None
     if some and model.config.own_output and not own_names:
-        raise ValueError("Medusa's files know no heads that can say only some of the pieces")
+        raise ValueError(
+            "Medusa's own files know no heads that can say only some of the pieces; vLLM's do"
+        )
     if own_names and not model.config.own_output and "output" not in params:
         raise ValueError("vLLM wants the output layer that the heads share among the parameters")
     kept = {n: x for n, x in structure.flatten(params).items() if n not in _taken(model)}
@@ -305,16 +308,32 @@ def _describe_eagle(model: Eagle, base: str) -> dict[str, Any]:
                         | {"draft_vocab": None})  # fmt: skip
     said = causal.describe_llama(plain) | {"bias": c.fc_bias, "base_model_name_or_path": base}
     if isinstance(c, Eagle3Config):
-        layers_read = {"eagle_aux_hidden_state_layer_ids": c.reads_layers and list(c.reads_layers)}
         said |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": c.vocab_size if c.draft_vocab is None else len(c.draft_vocab),
         }
-        said |= {"eagle_config": layers_read} if c.reads_layers else {}
-        return said | ({"target_hidden_size": c.target_dim} if c.target_dim else {})
+        return said | _describe_layers(c.reads_layers)
     if c.draft_vocab is not None:
         said[_DRAFT_VOCAB] = {"mask": c.draft_vocab.mask, "vocab_size": c.draft_vocab.vocab_size}
     return said
+
+
+def _describe_layers(read: tuple[int, ...] | None) -> dict[str, Any]:
+    """Which layers' inputs are read, as vLLM says it; and as SGLang, which counts the outputs before them."""
+    if read is None:
+        return {}
+    said: dict[str, Any] = {_LAYERS: list(read)}
+    if min(read) > 0:  # an input of layer 0 is no layer's output
+        said["eagle_config"] = {_LAYERS: [i - 1 for i in read]}
+    return said
+
+
+def _layers(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """What `_describe_layers` wrote, or SpecForge and others."""
+    if raw.get(_LAYERS) is not None:
+        return tuple(raw[_LAYERS])
+    outputs = (raw.get("eagle_config") or {}).get(_LAYERS)
+    return None if outputs is None else tuple(i + 1 for i in outputs)
 
 
 def _eagle(folder: pathlib.Path, raw: Mapping[str, Any]) -> EagleConfig:
@@ -347,7 +366,15 @@ def _eagle3(
         raise ValueError(
             f"{folder}: config.json says draft_vocab_size = {stated}, its maps keep {has}"
         )
-    read = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    fields = vars(found) | {"draft_vocab": vocab, "tie_embeddings": False, "fc_bias": bias}
+    unlike = [n for n in ("norm_before_residual", "norm_before_fc") if raw.get(n)]
+    if unlike:
+        raise ValueError(
+            f"{folder}: config.json says {' and '.join(unlike)}, which no head here has"
+        )
+    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise ValueError(f"{folder}: the head reads one state of its target (use_aux_hidden_state)")
     width = raw.get("target_hidden_size")
-    return Eagle3Config(**fields, reads_layers=read, target_dim=width, alone=True)
+    if width not in (None, found.emb_dim):
+        raise ValueError(f"{folder}: the head is {found.emb_dim} wide, its target's states {width}")
+    fields = vars(found) | {"draft_vocab": vocab, "tie_embeddings": False, "fc_bias": bias}
+    return Eagle3Config(**fields, reads_layers=_layers(raw), alone=True)

@@ -1,9 +1,9 @@
 """Acceptance rules that give the exact law up for longer blocks: each takes every token that is good enough.
 
 The longest path of such tokens is accepted, and the target's first maximum comes behind it. What comes out is
-neither the target's law at a temperature nor its greedy text; only greedy rows under `TypicalAcceptance` and
-`TopKAcceptance` come out as they are, since their laws have all mass on one token. `LenientSampling` is lossy
-too, but draws: it stands beside the rule that it loosens (`specjax.decode.verify`).
+neither the target's law at a temperature nor its greedy text; only greedy rows come out as they are, since
+their laws have all mass on one token. `LenientSampling` is lossy too, but draws: it stands beside the rule
+that it loosens (`specjax.decode.verify`).
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ class TopKAcceptance(_GoodEnough):
 
 @dataclasses.dataclass(frozen=True)
 class DistanceAcceptance(_GoodEnough):
-    """Accept a token near the target's first maximum: for outputs whose ids have an order, as pixels'.
+    """Accept a possible token near the target's first maximum: for ids that have an order, as pixels'.
 
     Attributes:
       epsilon: how far ids may be apart; 0 is greedy matching.
@@ -115,4 +115,5 @@ class DistanceAcceptance(_GoodEnough):
     def good(self, tree_: TokenTree, log_p: Float[Array, "B M V"]) -> Bool[Array, "B N"]:
         best = log_p.argmax(-1).astype(jnp.int32)
         best = jnp.take_along_axis(best, tree_.parent + 1, axis=1)
-        return jnp.abs(best - tree_.tokens) <= self.epsilon
+        possible = multi_step.log_probability(tree_, log_p) > -jnp.inf
+        return (jnp.abs(best - tree_.tokens) <= self.epsilon) & possible

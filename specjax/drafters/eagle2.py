@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key
 
 from specjax.decode import tree
@@ -42,6 +43,8 @@ class Eagle2(Pairwise):
         for name in ("depth", "expand", "nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.nodes < self.depth:
+            raise ValueError(f"{self.nodes} nodes are too few for a path of {self.depth}")
         grown = self.expand + (self.depth - 1) * self.expand**2
         if self.nodes > grown:
             raise ValueError(f"{self.nodes} nodes of a tree that grows {grown}")
@@ -62,7 +65,8 @@ class Eagle2(Pairwise):
         del sampling, keys
         k, batch = self.expand, state.lag.shape[0]
         states, open_ = self.read_text(params, state, text)
-        words, values = self._children(params, states, jnp.zeros((batch, 1), states.dtype))
+        wide = np.promote_types(states.dtype, np.float32)  # sums of a path's logarithms
+        words, values = self._children(params, states, jnp.zeros((batch, 1), wide))
         mask = jnp.zeros((batch, k, self.slots), bool)
         parent = jnp.full((batch, k), -1, jnp.int32)
         grown = [(words, values, parent)]

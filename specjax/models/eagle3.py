@@ -29,13 +29,11 @@ class Eagle3Config(EagleConfig):
     Attributes:
       reads_layers: of the target; the head reads what goes into them. None are `default_layers` of the target
         that it is beside.
-      target_dim: width of the target's states; None is the head's own.
       alone: parameters without the target's embedding, as files of heads may be; they do not decode.
     """
 
     fc_bias: bool = False
     reads_layers: tuple[int, ...] | None = None
-    target_dim: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -43,7 +41,7 @@ class Eagle3Config(EagleConfig):
             raise ValueError(f"an EAGLE-3 head has one layer, not {self.num_layers}")
         if self.reads_layers is not None:
             object.__setattr__(self, "reads_layers", tuple(self.reads_layers))
-            if len(self.reads_layers) != 3:
+            if len(self.reads_layers) != 3 or min(self.reads_layers) < 0:
                 raise ValueError(f"an EAGLE-3 head reads three layers, not {self.reads_layers}")
 
 
@@ -79,7 +77,7 @@ class Eagle3(Eagle):
         for name in ("q_proj", "k_proj", "v_proj"):
             (rows, width), axes, made = attention[name]["weight"]
             attention[name] = attention[name] | {"weight": ((rows, 2 * width), axes, made)}
-        fused = (c.emb_dim, 3 * (c.target_dim or c.emb_dim))
+        fused = (c.emb_dim, 3 * c.emb_dim)
         out = {
             "layers_0": layer | {"self_attn": attention},
             "fc": {"weight": (fused, ("embed", "unmodeled"), normal)},
@@ -96,7 +94,19 @@ class Eagle3(Eagle):
         return project(params["fc"], states.astype(self.config.dtype))
 
     def beside(self, target: Any) -> "Eagle3":
-        read = self.config.reads_layers or default_layers(target.config.num_layers)
+        """The head as it decodes with a target, whose embedding it has.
+
+        Raises:
+          ValueError: the target is an encoder-decoder, or has too few layers.
+        """
+        depth = getattr(target.config, "num_layers", None)
+        if depth is None:
+            raise ValueError(
+                f"an EAGLE-3 head of a Llama layer does not fit a {type(target).__name__}"
+            )
+        read = self.config.reads_layers or default_layers(depth)
+        if max(read) >= depth:
+            raise ValueError(f"the head reads layers {read}, the target has {depth}")
         return Eagle3(dataclasses.replace(self.config, alone=False, reads_layers=read))
 
     def join(self, params: PyTree, pairs: Pairs) -> Float[Array, "B M n"]:
@@ -128,32 +138,13 @@ class Eagle3(Eagle):
         """What the head takes from its target: the embedding.
 
         Raises:
-          ValueError: the target has other pieces, another width, or fewer layers than are read.
+          ValueError: the target has other sizes.
         """
-        c, theirs = self.config, target.config
-        if not hasattr(target, "states") or not hasattr(theirs, "num_layers"):
-            raise ValueError(
-                f"an EAGLE-3 head of a Llama layer does not fit a {type(target).__name__}"
-            )
-        if (c.vocab_size, c.emb_dim) != (
-            theirs.vocab_size,
-            params["embed_tokens"]["weight"].shape[1],
-        ):
-            raise ValueError(
-                f"the head is for {c.vocab_size} pieces and an embedding of width {c.emb_dim}, the target "
-                f"has {theirs.vocab_size} and {theirs.emb_dim}"
-            )
-        if (c.target_dim or c.emb_dim) != theirs.emb_dim:
-            raise ValueError(
-                f"the head reads states of width {c.target_dim or c.emb_dim}, the target has {theirs.emb_dim}"
-            )
-        if c.reads_layers is not None and max(c.reads_layers) >= theirs.num_layers:
-            raise ValueError(
-                f"the head reads layers {c.reads_layers}, the target has {theirs.num_layers}"
-            )
+        heads.check_target(self.config, target)
+        self.beside(target)
         return {"embed_tokens": dict(params["embed_tokens"])}
 
-    def unrolled(self, params: PyTree, pairs: Pairs, steps: int) -> list[Float[Array, "B T d"]]:
+    def simulated(self, params: PyTree, pairs: Pairs, steps: int) -> list[Float[Array, "B T d"]]:
         """Several steps of drafting from every pair of whole texts, as decoding takes them.
 
         Step k + 1 reads the token behind that of step k, with the state that step k put out. It sees the

@@ -29,6 +29,7 @@ from specjax.decode import loop
 from specjax.decode.interfaces import Block, Drafter, Params, Prompt
 from specjax.decode.loop import Decoder
 from specjax.decode.sampling import Sampling
+from specjax.drafters.eagle import Pairwise
 from specjax.drafters.small_model import SmallModel
 from specjax.models import reads
 from specjax.models.families import Network
@@ -367,7 +368,10 @@ class _Decode:
         given = (Params(None, params.draft), state.drafter, state.text, Sampling(temperature))
         compiled = jax.jit(one).lower(*given, state.keys).compile()
         label = f"draft, {drafter.nodes} node{'s' if drafter.nodes > 1 else ''}"
-        return _roofline(label, compiled, _unread(params.draft), chip)
+        # EAGLE's heads read their weights once a level.
+        passes = drafter.depth if isinstance(drafter, Pairwise) else 1
+        again = (passes - 1) * sum(_bytes(leaf) for leaf in reads.whole(params.draft))
+        return _roofline(label, compiled, _unread(params.draft) - again, chip)
 
     def _flops(self, function, *arguments) -> float:
         """One device's, where the compiler counts one of the scanned layers."""
@@ -382,7 +386,7 @@ def _roofline(
     Args:
       label: of the step.
       compiled: for the chip.
-      unread: bytes of its arguments that it does not read.
+      unread: bytes of its arguments that it does not read, less those that it reads again.
       chip: the chip.
       scanned: its operations, where the compiler cannot count them.
     """

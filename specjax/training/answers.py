@@ -76,6 +76,8 @@ class AnswerBatches:
         object.__setattr__(self, "files", tuple(self.files))
         object.__setattr__(self, "streams", tuple(self.streams))
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
+        if not self.files and not self.streams:
+            raise ValueError("texts need files or streams")
 
     def __len__(self) -> int:
         """Batches per epoch."""

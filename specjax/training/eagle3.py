@@ -20,7 +20,8 @@ class TrainingTimeTest:
     """Cross-entropy of every step of a draft.
 
     Batches are those of `specjax.training.heads`, with the target's three states side by side. Labels are the
-    texts' own tokens: of texts that the target said at temperature 0 what it takes for likeliest.
+    texts' own tokens, where the released code takes the target's law: of what the target said at temperature
+    0 its likeliest tokens, of texts of others what these say.
 
     Attributes:
       model: the head.
@@ -55,6 +56,6 @@ class TrainingTimeTest:
         params = params | {"embed_tokens": jax.lax.stop_gradient(params["embed_tokens"])}
         states = self.model.features(params, batch["states"])
         pairs = Pairs(batch["tokens"][:, 1:], states[:, :-1])
-        said = self.model.unrolled(params, pairs, self.steps)
+        said = self.model.simulated(params, pairs, self.steps)
         guesses = [self.model.known_logits(params, x) for x in said]
         return heads.judged(guesses, batch, self.model.config.draft_vocab, self.decay)

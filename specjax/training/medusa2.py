@@ -88,9 +88,15 @@ def from_heads(
         target says, as Medusa-1 begins.
       seed: of what is random then.
       shardings: where the parameters go; None is one device.
+
+    Raises:
+      ValueError: the heads are others.
     """
     _, params = checkpoints.load_any(pretrained.locate(target), model.target, "float32")
     if trained:
+        stored = checkpoints.infer_config(pretrained.locate(trained))
+        if stored != model.heads.config:
+            raise ValueError(f"{trained} holds other heads: {stored}, not {model.heads.config}")
         own = checkpoints.load_any(pretrained.locate(trained), model.heads, "float32")[1]
     else:
         own = medusa.begun(

@@ -92,6 +92,10 @@ class StateBatches:
             for row, member in enumerate(members):
                 begin, end = starts[member], starts[member + 1]
                 kept[begin:end] = states[row, : end - begin]
+                if not np.isfinite(kept[begin:end]).all():
+                    raise ValueError(
+                        f"{self.target}: states of {self.taps} do not fit half precision"
+                    )
             if number % 20 == 19 or number == len(plan) - 1:
                 kept.flush()
                 runs.write_whole(marker, json.dumps(number + 1))

@@ -115,7 +115,7 @@ def eagle3(**options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(draft_vocab=None), dict(fc_bias=True, reads_layers=None, target_dim=48)]
+    "options", [{}, dict(draft_vocab=None), dict(fc_bias=True, reads_layers=None)]
 )
 def test_eagle3_there_and_back(options, tmp_path):
     model = eagle3(**options)
@@ -131,11 +131,42 @@ def test_eagle3_there_and_back(options, tmp_path):
     # What vLLM's and SGLang's loaders ask the configuration for.
     assert said["num_hidden_layers"] == 1 and said["tie_word_embeddings"] is False
     assert said["draft_vocab_size"] == (toys.VOCAB if c.draft_vocab is None else 3)
-    assert said.get("target_hidden_size") == c.target_dim
     found = checkpoints.infer_config(tmp_path / "e")
-    assert found == dataclasses.replace(c, alone=True)
+    assert found == dataclasses.replace(c, alone=True, rope=found.rope)
     _, weights = checkpoints.load_any(tmp_path / "e")
     equal(weights, {n: x for n, x in params.items() if n != "embed_tokens"})
+
+
+def test_layers_are_counted_as_each_loader_does(tmp_path):
+    """vLLM's key at the top names layers whose input is read; SGLang adds 1 to those of eagle_config."""
+    model = eagle3(reads_layers=(2, 47, 91))
+    heads.save(random(model), model, tmp_path, "base")
+    file = tmp_path / "config.json"
+    said, key = json.loads(file.read_text()), "eagle_aux_hidden_state_layer_ids"
+    assert said[key] == [2, 47, 91] and said["eagle_config"][key] == [1, 46, 90]
+    # As lmsys/Qwen3-235B-A22B-EAGLE3, of 94 layers, has it.
+    file.write_text(json.dumps({n: x for n, x in said.items() if n != key}))
+    assert checkpoints.infer_config(tmp_path).reads_layers == (2, 47, 91)
+    file.write_text(json.dumps({n: x for n, x in said.items() if n not in (key, "eagle_config")}))
+    assert checkpoints.infer_config(tmp_path).reads_layers is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(norm_before_residual=True), "says norm_before_residual"),
+        (dict(target_hidden_size=64), f"is {WIDTH} wide, its target's states 64"),
+        (dict(eagle_config=dict(use_aux_hidden_state=False)), "reads one state"),
+        (dict(draft_vocab_size=7), "draft_vocab_size = 7, its maps keep 3"),
+    ],
+)
+def test_heads_of_another_build_are_refused(change, message, tmp_path):
+    model = eagle3()
+    heads.save(random(model), model, tmp_path, "base")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        checkpoints.infer_config(tmp_path)
 
 
 def test_maps_are_differences_and_a_mask(tmp_path):

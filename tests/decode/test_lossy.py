@@ -56,7 +56,7 @@ def test_distance_accepts_what_is_near(tokens, epsilon, accepted, next_token):
 
 
 def test_typical_takes_less_where_the_law_is_sure():
-    """The threshold is delta exp(-H): .3 exp(-H) of the first law is .072, of the last .054."""
+    """The threshold is delta exp(-H): .3 exp(-H) of the first law is .070, of the last .053."""
     entropy = -(LAWS[0] * np.log(LAWS[0])).sum()
     assert judged(TypicalAcceptance(0.9, 0.3), (3, 0, 5)) == (3, 1)
     strict = TypicalAcceptance(0.9, 0.16 * np.exp(entropy))  # needs .16

@@ -108,7 +108,11 @@ def test_trees_are_what_the_paper_grows():
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [(dict(depth=0), "depth must be at least 1"), (dict(depth=2, expand=2, nodes=7), "grows 6")],
+    [
+        (dict(depth=0), "depth must be at least 1"),
+        (dict(depth=2, expand=2, nodes=7), "grows 6"),
+        (dict(depth=4, expand=2, nodes=3), "3 nodes are too few for a path of 4"),
+    ],
 )
 def test_impossible_trees_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):

@@ -109,13 +109,15 @@ def test_layers_are_the_authors_unless_said():
         _ = of_config(reads_layers=None).taps
     with pytest.raises(ValueError, match="say which three"):
         of_config(reads_layers=None).beside(TARGET)
+    with pytest.raises(ValueError, match="does not fit a T5"):
+        of_config(reads_layers=None).beside(toys.tiny_t5())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(vocab_size=9), "the head is for 9 pieces"),
-        (dict(target_dim=8), "reads states of width 8"),
+        (dict(vocab_size=9), "the heads are for 9 pieces"),
+        (dict(emb_dim=24), "and width 24"),
         (dict(reads_layers=(0, 1, 9)), r"reads layers \(0, 1, 9\), the target has 2"),
     ],
 )
@@ -126,7 +128,11 @@ def test_a_head_of_another_target_is_refused(options, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(dict(num_layers=2), "has one layer, not 2"), (dict(reads_layers=(1,)), "reads three layers")],
+    [
+        (dict(num_layers=2), "has one layer, not 2"),
+        (dict(reads_layers=(1,)), "reads three layers"),
+        (dict(reads_layers=(-1, 0, 1)), "reads three layers"),
+    ],
 )
 def test_bad_sizes_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

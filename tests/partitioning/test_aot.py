@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax.drafters.eagle import EagleHead
+from specjax.drafters.medusa import MedusaHeads
 from specjax.drafters.small_model import SmallModel
+from specjax.models import reads
+from specjax.models.eagle import Eagle, EagleConfig
+from specjax.models.medusa import Medusa, MedusaConfig
 from specjax.models.t5 import T5
 from specjax.partitioning import aot, chips, flop, topology
 from specjax.partitioning import mesh as meshes
 from specjax.training.seq2seq import Seq2Seq
 from tests import toys
+from tests.models import decoders
 from tests.partitioning.test_tpu_guard import t5
 
 pytest.importorskip("libtpu")
@@ -136,6 +142,32 @@ def test_a_report_of_a_tiny_decode(tmp_path):
     content = json.loads((tmp_path / "aot.json").read_text())
     assert content["fits"] and content["peak"] == found.peak
     assert "| loop |" in (tmp_path / "aot.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_report_of_heads(kind):
+    """A round's draft is one program; EAGLE's weights are read once a level, Medusa's once."""
+    sizes = dict(num_heads=4, emb_dim=64, mlp_dim=128, dtype="bfloat16")
+    target = decoders.tiny_llama(**sizes, num_kv_heads=4, head_dim=16, num_layers=2)
+    vocab = target.config.vocab_size
+    head = {
+        "eagle": Eagle(EagleConfig(vocab_size=vocab, num_kv_heads=4, head_dim=16, **sizes)),
+        "medusa": Medusa(MedusaConfig(vocab, 64, heads=3, dtype="bfloat16")),
+    }[kind]
+    tree = dict(paths=((0,), (1,), (0, 0), (0, 0, 0)))
+    made = {"eagle": EagleHead, "medusa": MedusaHeads}[kind]
+    found = aot.decode(
+        target, head, lambda model: made(model, **tree), "v4-8", num_partitions=2, batch_size=2,
+        input_length=16, max_decode_len=16,
+    )  # fmt: skip
+    run = found.programs[-1]
+    assert run.host_operations == run.cache_copies == 0
+    assert [s.name for s in found.steps] == ["plain, 1 token", "verify, 5 tokens", "draft, 4 nodes"]
+    weights = sum(leaf.size for leaf in reads.whole(head.abstract())) * 2 / 2  # bytes, on two chips
+    read = found.steps[-1].bytes
+    passes = 3 if kind == "eagle" else 1
+    assert passes * weights < read < passes * weights + 0.7 * weights
+    assert found.c == pytest.approx(found.steps[-1].seconds / 3 / found.steps[0].seconds)
 
 
 def test_products_are_counted_through_scans_and_branches():

@@ -171,13 +171,13 @@ def test_accuracies_by_rank_add_up():
 
 
 def test_a_step_of_training_is_a_step_of_drafting():
-    """M2, EAGLE-3: unrolled steps are those of texts whose later states the head said itself."""
+    """M2, EAGLE-3: simulated steps are those of texts whose later states the head said itself."""
     rng = np.random.default_rng(2)
     batch = batch_of(rng.integers(2, toys.VOCAB, (2, 9)), np.ones((2, 9)), "eagle3")
     params = begun(EAGLE3)
     features = EAGLE3.features(params, batch["states"])
     tokens = batch["tokens"][:, 1:]
-    steps = EAGLE3.unrolled(params, Pairs(tokens, features[:, :-1]), 3)
+    steps = EAGLE3.simulated(params, Pairs(tokens, features[:, :-1]), 3)
     for start in (0, 2, 4):  # a draft that begins behind this pair
         states = features[:, :-1]
         for step in range(3):

@@ -41,7 +41,7 @@ def test_killing_at_random_changes_nothing(tmp_path):
     finish(start(tmp_path / "whole"))
     rng, killed = np.random.default_rng(0), tmp_path / "killed"
     process = start(killed)
-    while not list(killed.glob("states/*/states.npy")):
+    while process.poll() is None and not list(killed.glob("states/*/states.npy")):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
