@@ -25,13 +25,14 @@ verifying 64 tokens costs about as much as one.
 
 On two CPU cores it does not: reading 4 tokens costs 1.04 plain steps, 8 cost 1.5 (v), so trees here are
 small, and what drafts 7 nodes must gain half a token a step before it pays. Where prompts are long
-(summarisation, retrieval), reading them is 43 and 49 % of plain decoding's time for 64 tokens, which no
-drafter shortens: see "without prefill". The small model has seen nothing that the target says
-(specjax/assets/README.md), and REST's store is code and package descriptions, not chats.
+(summarisation, retrieval: up to 1,024 ids), reading them is 56 and 62 % of plain decoding's time for 64
+tokens, which no drafter shortens: see "without prefill". The small model has seen nothing that the target
+says (specjax/assets/README.md). REST's store is code and package descriptions for SmolLM2, not chats, and
+the training targets of the two tasks for the T5 pair.
 
-The SmolLM2 runs at T = 0 were made before prompts of 65 and more tokens were read in one fused loop, which
-made a prefill of 128 tokens 1.67 times as fast, of 256 1.11 and of 1,024 1.08 times. The run at T = 1 stood
-beside other work: its τ and α count, its speed-ups do not.
+`smollm2_methods` was run before prompts of 65 and more tokens were read in one fused loop, which made a
+prefill of 128 tokens 1.67 times as fast and of 256 1.11 times. `smollm2_methods_t1` stood beside other work:
+its τ and α count, its speed-ups do not.
 """
 
 
