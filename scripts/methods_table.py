@@ -1,21 +1,29 @@
-"""Measured methods beside what the papers print of them: docs/methods.md.
+"""Measured methods beside what the papers print of them: docs/methods.md and docs/heads.md.
 
   python scripts/methods_table.py runs/smollm2_methods runs/smollm2_methods_long runs/debian_methods
+  python scripts/methods_table.py --page=heads --trained ~/.cache/specjax/runs/{debian,smollm2}_* \\
+      -- runs/debian_heads runs/smollm2_heads
 
-Reads the report.json that `bench` wrote into each folder (configs/examples/*_methods.gin), and copies the
-pictures.
+Reads the report.json that `bench` wrote into each folder (configs/examples/*_{methods,heads}.gin), and copies
+the pictures; of heads also what their training runs say of held-out text.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import shutil
+from collections.abc import Iterable
 
+import jax
+
+from specjax import checkpoints
 from specjax.analysis import published
 from specjax.analysis.published import Figure
+from specjax.models import families
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-HEAD = """# Methods side by side
+METHODS = """# Methods side by side
 
 Written by `python scripts/methods_table.py`. Speed-up end to end (prefill included) against our own plain
 loop, same weights, interleaved runs, medians; τ: tokens per step; every method's setting was chosen on one
@@ -34,13 +42,24 @@ the training targets of the two tasks for the T5 pair.
 prefill of 128 tokens 1.67 times as fast and of 256 1.11 times. `smollm2_methods_t1` stood beside other work:
 its τ and α count, its speed-ups do not.
 """
+HEADS = """# Heads, trained here
+
+Written by `python scripts/methods_table.py --page=heads`. Columns as in [methods.md](methods.md). All heads
+were trained on this machine, two CPU cores, in minutes; the papers' were trained for hours and days on GPUs,
+on models fifty times as large and more.
+"""
+PAGES = {"methods": METHODS, "heads": HEADS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("reports", nargs="+", help="folders that bench wrote")
+    parser.add_argument("--page", default="methods", choices=PAGES)
+    parser.add_argument("--trained", nargs="*", default=[], help="runs that trained the heads")
     options = parser.parse_args()
-    lines, pictures, sources = [HEAD], DOCS / "img", []
+    lines, pictures, sources = [PAGES[options.page]], DOCS / "img", []
+    if options.trained:
+        lines += ["## Training", "", *_trained(map(pathlib.Path, options.trained)), ""]
     pictures.mkdir(parents=True, exist_ok=True)
     for folder in map(pathlib.Path, options.reports):
         content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -57,8 +76,32 @@ def main() -> None:
             shutil.copy(folder / "methods.png", pictures / name)
             lines += [f"![Methods by task](img/{name})", ""]
     lines += ["## Published", "", *(f"{i}. {text}" for i, text in enumerate(sources, 1)), ""]
-    (DOCS / "methods.md").write_text("\n".join(lines), encoding="utf-8")
-    print(f"wrote {DOCS / 'methods.md'}")
+    page = DOCS / f"{options.page}.md"
+    page.write_text("\n".join(lines), encoding="utf-8")
+    print(f"wrote {page}")
+
+
+def _trained(runs: Iterable[pathlib.Path]) -> list[str]:
+    """A table of what runs say of held-out text at their newest evaluation; of several heads or steps all."""
+    columns = ["run", "trained parameters", "updates", "held-out text", "top-1", "top-5"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for run in runs:
+        read = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        newest = {row["data"]: row for row in map(json.loads, read)}
+        for data in sorted(newest.keys() - {"train"}):
+            row = newest[data]
+            tops = [" / ".join(f"{row[n]:.2f}" for n in sorted(row) if n.startswith(f"top{k}"))
+                    for k in (1, 5)]  # fmt: skip
+            cells = [run.name, f"{_size(run) / 1e6:.1f} M", str(row["step"]), data, *tops]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _size(run: pathlib.Path) -> int:
+    """Parameters of heads, without what they take from their target."""
+    config = checkpoints.infer_config(run)
+    alone = families.of(dataclasses.replace(config, alone=True))
+    return sum(leaf.size for leaf in jax.tree.leaves(alone.abstract()))
 
 
 def _known(row: dict, sources: list[str]) -> str:
