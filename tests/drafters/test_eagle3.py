@@ -80,19 +80,23 @@ def test_drafts_are_what_training_reads():
     state = loop.jit_start(decoder, both, prompt, toys.row_keys(jax.random.key(0), 4))
     propose = jax.jit(drafter.propose)
     one = jax.jit(functools.partial(loop.one_round, decoder))
+
+    @jax.jit
+    def whole(text):
+        """The head's logits behind every pair of a padded text."""
+        states = TARGET.states(params, text, head.taps)
+        states = jnp.concatenate([states[tap] for tap in head.taps], axis=-1)
+        pairs = Pairs(text[:, 1:], head.features(weights, states)[:, :-1])
+        return head.known_logits(weights, head.next_states(weights, pairs, {}))[0]
+
     seen = 0
     for _ in range(4):
         drafted, _ = propose(both, state.drafter, state.text, sampling, state.keys)
         for row in range(4):
-            text = state.text.tokens[row, : int(state.text.length[row])][None]
-            if text.shape[1] < 2:
+            length = int(state.text.length[row])
+            if length < 2:
                 continue
-            states = TARGET.states(params, text, head.taps)
-            features = head.features(
-                weights, jnp.concatenate([states[tap] for tap in head.taps], axis=-1)
-            )
-            pairs = Pairs(text[:, 1:], features[:, :-1])
-            said = head.known_logits(weights, head.next_states(weights, pairs, {}))[0, -1]
+            said = whole(state.text.tokens[row][None])[length - 2]
             best = VOCAB.ids[np.argsort(-np.asarray(said), kind="stable")[:2]]
             assert drafted.tokens[row].tolist() == best.tolist()
             seen += 1

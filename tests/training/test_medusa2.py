@@ -45,7 +45,9 @@ def test_the_heads_gradients_reach_the_target_as_much_as_they_weigh():
 
     def gradient(weight):
         recipe = Medusa2(JOINT, weight)
-        return jax.grad(lambda p: recipe.loss(p, as_jax(batch()), key)[0])(begun())["target"]
+        return jax.jit(jax.grad(lambda p: recipe.loss(p, as_jax(batch()), key)[0]))(begun())[
+            "target"
+        ]
 
     none, some, more = (gradient(w) for w in (0.0, 0.2, 0.4))
     differ = lambda a, b: jax.tree.map(lambda x, y: y - x, a, b)  # noqa: E731
@@ -115,7 +117,8 @@ def test_a_t5_and_its_heads_learn_together():
     params = {"target": target.init(jax.random.key(0))}
     own = joint.heads.init(jax.random.key(1))
     params["heads"] = medusa.begun(joint.heads, own, target, params["target"])
-    gradient = jax.grad(lambda p: Medusa2(joint).loss(p, given, jax.random.key(0))[0])(params)
+    loss = lambda p: Medusa2(joint).loss(p, given, jax.random.key(0))[0]  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(params)
     assert all(float(jnp.abs(x).max()) > 0 for x in jax.tree.leaves(gradient))
 
 
