@@ -28,8 +28,8 @@ HEAD = """# What the TPU compiler makes of `configs/tpu`
 Written by `python scripts/aot_table.py`, which compiles every file for its slice on a machine without a TPU.
 Memory, collectives and copies are facts of the compiled programs. Times are rooflines of single steps: the
 larger of operations over peak and bytes over bandwidth, plus collectives over the interconnect; of training
-steps without their activations' traffic. Memory is of one chip, collectives are of one chip in a round of the
-loop or in a training step.
+steps without their activations' traffic. c is a round's drafting over its depth, in plain steps. Memory is
+of one chip, collectives are of one chip in a round of the loop or in a training step.
 """
 
 

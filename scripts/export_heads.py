@@ -4,7 +4,8 @@
 
 Without --int8 the authors' formats are written (Medusa's `medusa_lm_head`, EAGLE-1's and EAGLE-3's folders),
 or what vLLM reads; SGLang reads the authors'. --int8 writes one file, as the shipped ones are: without what
-heads take from their target. Of a run of Medusa-2 the target is written beside its heads, under OUT/target.
+heads take from their target; heads for T5, and Medusa's own output layers over some pieces, are kept so only.
+Of a run of Medusa-2 the target is written beside its heads, under OUT/target.
 """
 
 import argparse

@@ -31,7 +31,7 @@ def main() -> None:
     add("--run", required=True, help="folder of a training run of Medusa's heads")
     add("--nodes", type=int, nargs="+", default=[5, 7, 15, 31, 63], help="sizes of trees")
     add("--ranks", type=int, default=10, help="guesses of each head")
-    add("--data", nargs="*", help="which of the run's validation sets; all by default")
+    add("--data", nargs="+", help="which of the run's validation sets; all by default")
     options = parser.parse_args()
     run = pathlib.Path(options.run).expanduser()
     try:

@@ -232,3 +232,20 @@ def test_heads_are_methods_and_must_be_named(name):
     assert "system.Heads()" in gin.config_str()
     with pytest.raises(ValueError, match="not subsequently overridden"):
         config.parse(names, bindings)
+
+
+def test_a_growing_tree_and_lossy_rules_are_methods_too():
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    more = [
+        "TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
+        "HEADS_PATH='y'",
+        "DEPTH=4",
+        "NODES=7",
+    ]
+    for rule, setting in (("typical", "EPSILON=0.2"), ("top_k", "K=3")):
+        names = [f"configs/{n}.gin" for n in ("runs/infer", "methods/eagle2", f"methods/{rule}")]
+        config.parse(names, [*bindings, *more, setting])
+        made = gin.query_parameter("run.infer.drafter").scoped_configurable_fn(model=None)
+        assert (made.depth, made.expand, made.nodes) == (4, 10, 7)
+        chosen = gin.query_parameter("run.infer.verifier").scoped_configurable_fn()
+        assert not chosen.lossless and float(setting.split("=")[1]) in vars(chosen).values()

@@ -9,6 +9,7 @@ References:
   llama_eagle,llama_eagle3}.py and sglang/srt/models/llama_eagle{,3}.py for what is asked for there.
 """
 
+import dataclasses
 import logging
 import os
 import pathlib
@@ -77,7 +78,9 @@ def read_config(path: str | os.PathLike) -> MedusaConfig | EagleConfig:
     if output is None and not isinstance(raw.get("vocab_size"), int):
         raise ValueError(f"{folder}: heads without output layers, and no vocab_size in config.json")
     pieces = output[0] if output is not None else raw["vocab_size"]
-    return MedusaConfig(pieces, width, heads, blocks, output is not None, alone=output is None)
+    return MedusaConfig(
+        pieces, width, heads, blocks, output is not None, _own_vocab(raw), alone=output is None
+    )
 
 
 def load(
@@ -290,7 +293,7 @@ def _describe_medusa(model: Medusa, base: str) -> dict[str, Any]:
         "medusa_num_heads": c.heads, "medusa_num_layers": c.layers, "num_heads": c.heads,
         "num_hidden_layers": c.layers, "hidden_size": c.emb_dim, "vocab_size": c.vocab_size,
         "version": "2",
-    }  # fmt: skip
+    } | _own(c.draft_vocab)  # fmt: skip
 
 
 def _vllm_medusa(model: Medusa) -> dict[str, Any]:
@@ -313,9 +316,17 @@ def _describe_eagle(model: Eagle, base: str) -> dict[str, Any]:
             "draft_vocab_size": c.vocab_size if c.draft_vocab is None else len(c.draft_vocab),
         }
         return said | _describe_layers(c.reads_layers)
-    if c.draft_vocab is not None:
-        said[_DRAFT_VOCAB] = {"mask": c.draft_vocab.mask, "vocab_size": c.draft_vocab.vocab_size}
-    return said
+    return said | _own(c.draft_vocab)
+
+
+def _own(vocab: DraftVocab | None) -> dict[str, Any]:
+    """Our own key for what the authors' files have no word for."""
+    return {} if vocab is None else {_DRAFT_VOCAB: dataclasses.asdict(vocab)}
+
+
+def _own_vocab(raw: Mapping[str, Any]) -> DraftVocab | None:
+    vocab = raw.get(_DRAFT_VOCAB)
+    return None if vocab is None else DraftVocab(**vocab)
 
 
 def _describe_layers(read: tuple[int, ...] | None) -> dict[str, Any]:
@@ -352,8 +363,7 @@ def _eagle(folder: pathlib.Path, raw: Mapping[str, Any]) -> EagleConfig:
         )
     if third:
         return _eagle3(folder, raw, found, bias)
-    vocab = raw.get(_DRAFT_VOCAB)
-    fields = vars(found) | {"draft_vocab": None if vocab is None else DraftVocab(**vocab)}
+    fields = vars(found) | {"draft_vocab": _own_vocab(raw)}
     return EagleConfig(**fields, fc_bias=bias, alone=True)
 
 

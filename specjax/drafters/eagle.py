@@ -20,7 +20,7 @@ from specjax.decode.sampling import Sampling
 from specjax.decode.tree import Template
 from specjax.decode.verify import DRAFT
 from specjax.drafters import levels
-from specjax.models.eagle import Eagle, Pairs, beside
+from specjax.models.eagle import Eagle, Pairs, side_by_side
 from specjax.models.eagle_t5 import EagleT5
 
 
@@ -121,7 +121,7 @@ class Pairwise:
         went = outcome.count > 0
         slots = jnp.broadcast_to(jnp.arange(self.depth + 1, dtype=jnp.int32), outcome.keep.shape)
         cache = self.model.commit(state.cache, state.open, slots, jnp.where(went, state.lag, 0))
-        seen = beside(outcome.extended, self.model.taps)
+        seen = side_by_side(outcome.extended.taps, self.model.taps)
         new = jnp.take_along_axis(seen, jnp.maximum(outcome.keep, 0)[..., None], axis=1)
         new = self.model.features(params.draft, new)
         states = jnp.where(went[:, None, None], new.astype(state.states.dtype), state.states)

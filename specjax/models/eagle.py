@@ -17,7 +17,7 @@ import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int, PyTree
 
-from specjax.decode.interfaces import Block, Extended, Open, Prefilled
+from specjax.decode.interfaces import Block, Open, Prefilled
 from specjax.models import cache as caches
 from specjax.models import heads, layers
 from specjax.models.cache import Cache
@@ -152,7 +152,10 @@ class Eagle(EagleParts, Llama):
         Returns:
           (cache, the last pair's state, how many pairs are unread: 0 for a prompt of one token).
         """
-        prompt, states = prefilled.prompt, self.features(params, beside(prefilled, self.taps))
+        prompt, states = (
+            prefilled.prompt,
+            self.features(params, side_by_side(prefilled.taps, self.taps)),
+        )
         count = jnp.maximum(prompt.length - 2, 0)
         pairs = Pairs(jnp.roll(prompt.tokens, -1, axis=1), states)
         _, kv = self._fill(params, pairs, count, slots)
@@ -181,6 +184,6 @@ class Eagle(EagleParts, Llama):
         return {"embed_tokens": dict(params["embed_tokens"]), "lm_head": {"weight": output}}
 
 
-def beside(extended: Prefilled | Extended, taps: tuple[str, ...]) -> Float[Array, "B M n"]:
-    """A target's states under some taps, side by side."""
-    return jnp.concatenate([extended.taps[name] for name in taps], axis=-1)
+def side_by_side(states: dict[str, Array], taps: tuple[str, ...]) -> Float[Array, "B M n"]:
+    """A target's states by tap as one array."""
+    return jnp.concatenate([states[name] for name in taps], axis=-1)

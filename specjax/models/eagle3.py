@@ -12,7 +12,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, Float, PyTree
 
@@ -115,10 +114,6 @@ class Eagle3(Eagle):
         words = params["embed_tokens"]["weight"].astype(dtype)[pairs.tokens]
         return jnp.concatenate([words, pairs.states.astype(dtype)], axis=-1)
 
-    def embed(self, params: PyTree, tokens: Any, places: Places) -> Array:
-        del places
-        return self.join(params, tokens)
-
     def layer(
         self, weights: PyTree, x: Float[Array, "B M n"], shared: tuple[Array, Array], attend: Attend
     ):
@@ -131,8 +126,7 @@ class Eagle3(Eagle):
     def known_logits(self, params: PyTree, x: Float[Array, "B M d"]) -> Float[Array, "B M K"]:
         """The head's own output layer, behind its norm; its states themselves are not normed."""
         x = layers.rms_norm(x, params["norm"]["weight"], self.config.norm_eps)
-        wide = np.promote_types(x.dtype, np.float32)
-        return layers.linear(x, params["lm_head"]["weight"], wide)
+        return super().known_logits(params, x)
 
     def taken(self, target: Any, params: PyTree) -> PyTree:
         """What the head takes from its target: the embedding.

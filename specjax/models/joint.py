@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from specjax.models import heads
 from specjax.models.base import Tabled
 from specjax.models.medusa import Medusa, MedusaConfig
 
@@ -41,13 +42,8 @@ class Joint(Tabled):
     heads: Medusa
 
     def __post_init__(self):
-        ours, theirs = self.heads.config, self.target.config
-        if (ours.vocab_size, ours.emb_dim) != (theirs.vocab_size, theirs.emb_dim):
-            raise ValueError(
-                f"the heads are for {ours.vocab_size} pieces and width {ours.emb_dim}, the target has "
-                f"{theirs.vocab_size} and {theirs.emb_dim}"
-            )
-        if not ours.own_output:
+        heads.check_target(self.heads.config, self.target)
+        if not self.heads.config.own_output:
             raise ValueError("heads that share their target's output layer are not trained with it")
 
     @property

@@ -8,7 +8,7 @@ References:
 import dataclasses
 
 import jax
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, PyTree
 
 from specjax.models.eagle import Pairs
 from specjax.models.eagle3 import Eagle3
@@ -16,7 +16,7 @@ from specjax.training import heads
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingTimeTest:
+class TrainingTimeTest(heads.OnFrozen):
     """Cross-entropy of every step of a draft.
 
     Batches are those of `specjax.training.heads`, with the target's three states side by side. Labels are the
@@ -33,23 +33,11 @@ class TrainingTimeTest:
     steps: int = 5
     decay: float = 0.8
 
+    frozen = ("embed_tokens",)
+
     def __post_init__(self):
         if self.steps < 1:
             raise ValueError(f"at least 1 step, got {self.steps}")
-
-    def init(self, key: Key[Array, ""]) -> PyTree:
-        return self.model.init(key)
-
-    def rates(self, params: PyTree) -> PyTree:
-        """The embedding is the target's, and stays so."""
-        frozen = lambda path: path[0].key == "embed_tokens"  # noqa: E731
-        return jax.tree.map_with_path(lambda path, _: 0.0 if frozen(path) else 1.0, params)
-
-    def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
-        """What is minimised, summed, and the sums that are reported."""
-        del key
-        sums = self.evaluate(params, batch)
-        return sums["loss"], sums
 
     def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
         """Summed loss, and of every step what is its first guess and among its first five."""

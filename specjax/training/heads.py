@@ -7,6 +7,7 @@ every p whose token p + 2 is an answer's, and what they are to say must be of it
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +75,33 @@ def judged(
     return sums | {"tokens": sums["count_0"]}
 
 
+class OnFrozen:
+    """What recipes for heads on a frozen target have in common; subclasses have ``model`` and ``evaluate``.
+
+    Attributes:
+      frozen: parameters that are the target's, and stay so.
+    """
+
+    model: Any
+    frozen: tuple[str, ...]
+
+    def init(self, key: Key[Array, ""]) -> PyTree:
+        return self.model.init(key)
+
+    def rates(self, params: PyTree) -> PyTree:
+        """0 freezes."""
+        rate = lambda path, _: 0.0 if path[0].key in self.frozen else 1.0  # noqa: E731
+        return jax.tree.map_with_path(rate, params)
+
+    def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
+        """What is minimised, summed, and the sums that are reported."""
+        del key
+        sums = self.evaluate(params, batch)
+        return sums["loss"], sums
+
+
 @dataclasses.dataclass(frozen=True)
-class Medusa1:
+class Medusa1(OnFrozen):
     """Cross-entropy of every head, weighted ``decay`` to the power of its number.
 
     Batches have ``tokens``, ``weights`` (1 on tokens that answer) and the target's ``states``
@@ -92,19 +118,7 @@ class Medusa1:
     model: Medusa
     decay: float = 0.8
 
-    def init(self, key: Key[Array, ""]) -> PyTree:
-        return self.model.init(key)
-
-    def rates(self, params: PyTree) -> PyTree:
-        """An output layer that heads share is the target's, and stays so."""
-        frozen = lambda path: path[0].key == "output"  # noqa: E731
-        return jax.tree.map_with_path(lambda path, _: 0.0 if frozen(path) else 1.0, params)
-
-    def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
-        """What is minimised, summed, and the sums that are reported."""
-        del key
-        sums = self.evaluate(params, batch)
-        return sums["loss"], sums
+    frozen = ("output",)  # that heads share
 
     def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
         """Summed loss, and of every head what is its first guess and among its first five."""
@@ -114,7 +128,7 @@ class Medusa1:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle1:
+class Eagle1(OnFrozen):
     """Regression of the target's next state, and the law that it stands for.
 
     Batches are `Medusa1`'s. Embedding and output layer are the target's, and stay so.
@@ -132,12 +146,7 @@ class Eagle1:
     noise: float = 0.1
     ce: float = 0.1
 
-    def init(self, key: Key[Array, ""]) -> PyTree:
-        return self.model.init(key)
-
-    def rates(self, params: PyTree) -> PyTree:
-        frozen = lambda path: path[0].key in TAKEN  # noqa: E731
-        return jax.tree.map_with_path(lambda path, _: 0.0 if frozen(path) else 1.0, params)
+    frozen = TAKEN
 
     def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
         """What is minimised, summed, and the sums that are reported."""

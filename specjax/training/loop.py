@@ -59,7 +59,10 @@ class Recipe(Protocol):
 
 
 class Batches(Protocol):
-    """Batches by position; the same position always gives the same batch."""
+    """Batches by position; the same position always gives the same batch.
+
+    One that has long work to do first does it in ``prepare()``, and keeps it: it may be stopped there.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, position: int) -> dict[str, np.ndarray]: ...

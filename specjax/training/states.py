@@ -20,6 +20,7 @@ from rich import progress
 from specjax import pretrained, runs
 from specjax.checkpoints import structure
 from specjax.models.causal import Causal
+from specjax.models.eagle import side_by_side
 from specjax.models.heads import TAP
 from specjax.models.t5 import T5
 from specjax.training.answers import AnswerBatches
@@ -113,8 +114,7 @@ def _read(model: Causal, taps: tuple[str, ...]):
     """Compiled: states of right-padded texts, in half precision."""
 
     def read(params, tokens):
-        states = model.states(params, tokens, taps)
-        return jnp.concatenate([states[tap] for tap in taps], axis=-1).astype(jnp.float16)
+        return side_by_side(model.states(params, tokens, taps), taps).astype(jnp.float16)
 
     return jax.jit(read)
 
