@@ -37,9 +37,9 @@ On two CPU cores it does not: behind short prompts reading 4 tokens costs 1.04 p
 prompts are long (summarisation, retrieval: up to 1,024 ids), v is 1.25 and 1.87, and reading them is 56 and
 62 % of plain decoding's time for 64 tokens, which no drafter shortens: see "without prefill". So prompt
 lookup, at 1.73 and 1.60 tokens a step, is 1.44 and 1.32 times as fast without the prompts and 1.15 and 1.09
-times with them. The small model has seen nothing that the target says (specjax/assets/README.md). REST's store
-is code and package descriptions for SmolLM2, not chats, and the training targets of the two tasks for the T5
-pair.
+times with them. The small model has seen nothing that the target says (specjax/assets/README.md). REST's
+store is code and package descriptions for SmolLM2, not chats, and the training targets of the two tasks for
+the T5 pair.
 
 `smollm2_methods` was run before prompts of 65 and more tokens were read in one fused loop, which made a
 prefill of 128 tokens 1.67 times as fast and of 256 1.11 times. `smollm2_methods_t1` stood beside other work:
