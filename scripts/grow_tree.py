@@ -64,10 +64,10 @@ def validation(run: pathlib.Path, wanted: list[str] | None) -> dict:
 def show(found: np.ndarray, grown: list[tuple], sets: list[str]) -> None:
     console = Console()
     table = Table(title=f"how often a guess is right ({', '.join(sets)})")
-    for name in ("head", *(f"guess {i + 1}" for i in range(found.shape[1]))):
+    for name in ("head / guess", *(str(i + 1) for i in range(found.shape[1]))):
         table.add_column(name, justify="right")
     for i, row in enumerate(found):
-        table.add_row(str(i + 1), *(f"{x:.3f}" for x in row))
+        table.add_row(str(i + 1), *(f"{x:.2f}" for x in row))
     console.print(table)
     table = Table(title="trees")
     for name in ("nodes", "depth", "tokens per step expected"):
