@@ -157,17 +157,8 @@ def save(
     }
     structure.check({n: tuple(x.shape) for n, x in kept.items()}, expected, "the tree")
     tensors = {theirs[n]: np.ascontiguousarray(np.asarray(x)) for n, x in kept.items()}
-    embedding = params.get("embed_tokens")
-    if not medusa and embedding is not None:
-        tensors["embed_tokens.weight"] = np.ascontiguousarray(np.asarray(embedding["weight"]))
-    if own_names and not model.config.own_output:
-        rows = layers.untile(params["output"]["weight"])
-        tensors["lm_heads.0.weight"] = np.ascontiguousarray(np.asarray(rows))
-    vocab = model.config.draft_vocab
-    if own_names and vocab is not None:
-        tensors["token_map"] = vocab.ids.astype(np.int64)
-    if isinstance(model, Eagle3) and vocab is not None:
-        tensors |= _maps(vocab)
+    beside = _beside(params, model, own_names)
+    tensors |= {n: np.ascontiguousarray(np.asarray(x)) for n, x in beside.items()}
     folder.mkdir(parents=True, exist_ok=True)
     file = MEDUSA_FILES[0] if medusa and not own_names else EAGLE_FILES[0]
     safetensors.numpy.save_file(tensors, folder / file, {"format": "pt"})
@@ -175,6 +166,20 @@ def save(
     if own_names:
         described |= _vllm_medusa(model)
     folder_of.write_json(folder / folder_of.CONFIG, described)
+
+
+def _beside(params: PyTree, model: Medusa | Eagle, own_names: bool) -> dict[str, Any]:
+    """What stands in a file beside the heads: parts of the target, and which pieces the heads can say."""
+    vocab, out = model.config.draft_vocab, {}
+    if isinstance(model, Eagle):
+        if "embed_tokens" in params:
+            out["embed_tokens.weight"] = params["embed_tokens"]["weight"]
+        return out | _maps(vocab) if isinstance(model, Eagle3) and vocab is not None else out
+    if own_names and not model.config.own_output:
+        out["lm_heads.0.weight"] = layers.untile(params["output"]["weight"])
+    if own_names and vocab is not None:
+        out["token_map"] = vocab.ids.astype(np.int64)
+    return out
 
 
 def _maps(vocab: DraftVocab) -> dict[str, np.ndarray]:

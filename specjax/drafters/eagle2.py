@@ -72,14 +72,10 @@ class Eagle2(Pairwise):
         grown = [(words, values, parent)]
         pick = lambda x, at: jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), 1)  # noqa: E731
         for depth in range(1, self.depth):
-            _, best = jax.lax.top_k(
-                values, k
-            )  # of the level before, where every k nodes are siblings
-            best = best.astype(jnp.int32)
-            first, at = (
-                sum(level[0].shape[1] for level in grown[:-1]),
-                self.depth + 1 + (depth - 1) * k,
-            )
+            # Of the level before, where every k nodes are siblings.
+            best = jax.lax.top_k(values, k)[1].astype(jnp.int32)
+            first = sum(level[0].shape[1] for level in grown[:-1])
+            at = self.depth + 1 + (depth - 1) * k
             pairs = Pairs(pick(words, best), pick(states, best // k))
             own = jax.nn.one_hot(at + jnp.arange(k), self.slots, dtype=bool)[None]
             mask = (pick(mask, best // k) if depth > 1 else mask) | own
