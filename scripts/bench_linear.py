@@ -29,6 +29,7 @@ FORMS = {
     "dot": (functools.partial(layers._dot, dtype=jnp.float32), False),
     "fused": (functools.partial(layers._fused, dtype=jnp.float32), False),
     "tiled": (functools.partial(layers._tiled, dtype=jnp.float32), True),
+    "parts": (functools.partial(layers._tiled_batch, dtype=jnp.float32, parts=8), True),
     "linear": (layers.linear, False),
     "linear/t": (layers.linear, True),
 }

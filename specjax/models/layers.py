@@ -7,6 +7,7 @@ Weights are stored ``[out, in]`` (the leaf is called ``weight``, as in PyTorch; 
 its transpose). For decoding on a CPU they can be laid out in tiles, see `tile`.
 """
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -21,9 +22,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 # Outputs per tile of a tiled weight: the widest that divides the outputs is taken.
 TILES = (64, 32, 16)
-# Up to this many rows a tiled weight is multiplied and summed in one fused loop, on a CPU; of more, a dot
-# per tile takes as long.
-TILED_ROWS = 1024
+# XLA runs a product on one core of a CPU unless it has about so many results. So of a tiled weight few rows
+# are multiplied in up to MOST_PARTS parts of their inputs, which are summed: more results.
+ENOUGH, MOST_PARTS = 1 << 16, 16
+# From 4 to 256 rows, that is. Fewer of them, or more, are multiplied and summed in one fused loop; beyond
+# 1024 a dot per tile takes as long.
+PARTED_ROWS, TILED_ROWS = range(4, 257), 1024
 # The same for a weight that is not tiled: outside these the dot is the faster form.
 FUSED_ROWS = range(2, 17)
 
@@ -33,9 +37,10 @@ def linear(x: Float[Array, "*rows K"], weight: Float[Array, "..."], dtype=None) 
 
     XLA's CPU dot packs the weight matrix again at each call, which costs more than the product when
     rows are few. There, few rows are multiplied and summed in one fused loop over the weights: as
-    fast as memory delivers them for 1 to 4 rows if they are tiled (`tile`). Everywhere else this is
-    ``dot_general``. The platform is decided when the program is lowered, never by the default
-    backend, so that a TPU program lowered from a CPU process holds the dot.
+    fast as memory delivers them if they are tiled (`tile`). From 4 rows on tiles are multiplied in
+    parts, for all cores. Everywhere else this is ``dot_general``. The platform is decided when the
+    program is lowered, never by the default backend, so that a TPU program lowered from a CPU process
+    holds the dot.
 
     Args:
       x: activations ``[..., K]``.
@@ -49,7 +54,9 @@ def linear(x: Float[Array, "*rows K"], weight: Float[Array, "..."], dtype=None) 
     weight = weight.astype(x.dtype)
     rows = math.prod(x.shape[:-1])
     if weight.ndim == 3:
-        dot, few = _tiled_dot, _tiled if rows <= TILED_ROWS else _tiled_batch
+        parts = _parts(rows, weight.shape)
+        batch = functools.partial(_tiled_batch, parts=parts)
+        dot, few = _tiled_dot, _tiled if parts == 1 and rows <= TILED_ROWS else batch
     else:
         dot, few = _dot, _fused if rows in FUSED_ROWS else _dot
     return lax.platform_dependent(
@@ -85,13 +92,24 @@ def _tiled_dot(x: Array, weight: Array, dtype) -> Array:
     return _dot(x, weight, dtype).reshape(*x.shape[:-1], -1)
 
 
-def _tiled_batch(x: Array, weight: Array, dtype) -> Array:
-    """One dot per tile, as a batch: a dot over all tiles would first transpose the weights."""
-    flat = x.reshape(-1, x.shape[-1])
-    rows = lax.optimization_barrier(jnp.broadcast_to(flat, (weight.shape[0], *flat.shape)))
-    batched = (((2,), (1,)), ((0,), (0,)))
-    out = lax.dot_general(rows, weight, batched, preferred_element_type=dtype)
-    return out.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+def _parts(rows: int, tiled: tuple[int, int, int]) -> int:
+    """Parts into which the inputs of so many rows are split: a power of 2, and 1 where it does not help."""
+    tiles, inputs, width = tiled
+    results = rows * tiles * width
+    if rows not in PARTED_ROWS or results * MOST_PARTS < ENOUGH or inputs % MOST_PARTS:
+        return 1
+    return next(n for n in (2, 4, 8, MOST_PARTS) if results * n >= ENOUGH)
+
+
+def _tiled_batch(x: Array, weight: Array, dtype, parts: int = 1) -> Array:
+    """A dot per tile and part, as a batch: a dot over all tiles would first transpose the weights."""
+    tiles, inputs, width = weight.shape
+    rows = x.reshape(-1, parts, inputs // parts).swapaxes(0, 1)
+    rows = lax.optimization_barrier(jnp.broadcast_to(rows, (tiles, *rows.shape)))
+    weight = weight.reshape(tiles, parts, inputs // parts, width)
+    batched = (((3,), (2,)), ((0, 1), (0, 1)))
+    out = lax.dot_general(rows, weight, batched, preferred_element_type=dtype).sum(1)
+    return out.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
 
 
 def _tiled(x: Array, weight: Array, dtype) -> Array:

@@ -22,6 +22,24 @@ def test_linear_takes_either_layout(rows, outputs, getkey):
     np.testing.assert_allclose(got, np.asarray(x) @ np.asarray(weight).T, atol=2e-5)
 
 
+@pytest.mark.parametrize("rows, parts", [(3, 1), (4, 16), (8, 8), (31, 4), (256, 2), (257, 1)])
+def test_few_rows_are_multiplied_in_parts(rows, parts, getkey):
+    """XLA gives a product of enough results to all cores; the parts' sum is the product."""
+    weight = jax.random.normal(getkey(), (1024, 32))
+    x = jax.random.normal(getkey(), (rows, 32))
+    tiled = layers.tile(weight)
+    assert layers._parts(rows, tiled.shape) == parts
+    lowered = jax.jit(layers.linear).lower(x, tiled).as_text()
+    assert (f"tensor<16x{parts}x{rows}x64xf32>" in lowered) == (parts > 1)
+    got = jax.jit(layers.linear)(x, tiled)
+    np.testing.assert_allclose(got, np.asarray(x) @ np.asarray(weight).T, atol=2e-5)
+
+
+def test_small_or_odd_products_are_not_split():
+    assert layers._parts(8, (1, 512, 64)) == 1  # 16 parts would have too few results too
+    assert layers._parts(8, (16, 24, 64)) == 1  # 16 does not divide 24
+
+
 def test_leading_axes_are_kept(getkey):
     weight = layers.tile(jax.random.normal(getkey(), (32, 8)))
     assert layers.linear(jax.random.normal(getkey(), (2, 3, 8)), weight).shape == (2, 3, 32)
