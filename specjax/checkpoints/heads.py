@@ -4,6 +4,9 @@ All lack what heads take from their target (`Heads` in `specjax.infer.system` gi
 files may hold the target's embedding as well, which is left where it is. What vLLM and SGLang read is the
 same, but for Medusa's heads, whose tensors vLLM names in its own way (``style="vllm"``).
 
+The authors' EAGLE turns positions by a base of 10,000 wherever ``rope_scaling`` is linear or dynamic, and by
+``rope_theta`` only without; here, as in their targets, in vLLM and in SGLang, ``rope_theta`` counts always.
+
 References:
   FasterDecoding/Medusa and SafeAILab/EAGLE, released checkpoints; vllm/model_executor/models/{medusa,
   llama_eagle,llama_eagle3}.py and sglang/srt/models/llama_eagle{,3}.py for what is asked for there.
@@ -203,6 +206,10 @@ def _mapped(
     if any(x is None for x in found):
         raise ValueError(f"{folder}: of {' and '.join(MAPS)} only one is stored")
     raised, kept = found
+    if (
+        len(raised) == pieces
+    ):  # of a head that says all of them the authors ignore what the maps hold
+        return None
     ids = raised.astype(np.int64) + np.arange(len(raised), dtype=np.int64)
     if kept.shape != (pieces,) or not np.array_equal(np.flatnonzero(kept), ids):
         raise ValueError(
@@ -358,9 +365,11 @@ def _eagle(folder: pathlib.Path, raw: Mapping[str, Any]) -> EagleConfig:
     )
     if not isinstance(found, LlamaConfig):
         raise ValueError(f"{folder}: an EAGLE head is a Llama layer, not {type(found).__name__}")
+    if raw.get("qkv_bias"):  # the authors' word for it
+        found = dataclasses.replace(found, qkv_bias=True)
     shapes = _shapes(folder)
     bias, third = "fc.bias" in shapes, any(name.startswith("midlayer.") for name in shapes)
-    stated = raw.get("bias", not third)  # EAGLE-3's heads have none unless they say so
+    stated = bias if third else raw.get("bias", True)  # which the authors' EAGLE-3 does not read
     if stated != bias:
         raise ValueError(
             f"{folder}: config.json says bias = {stated}, but fc.bias is "

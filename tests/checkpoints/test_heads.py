@@ -271,6 +271,43 @@ def test_a_bias_that_is_said_and_not_there(tmp_path):
         checkpoints.infer_config(tmp_path)
 
 
+def said_too(folder, **more):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+
+def test_eagle3_does_not_read_bias(tmp_path):
+    """The authors' EAGLE-3 has no fc.bias whatever the configuration says."""
+    model = eagle3()
+    heads.save(random(model), model, tmp_path, "base")
+    said_too(tmp_path, bias=True)
+    assert not checkpoints.infer_config(tmp_path).fc_bias
+
+
+def test_maps_of_a_head_that_says_all_pieces_do_not_count(tmp_path):
+    """The authors leave them out, whatever they hold: their files have zeros."""
+    model = eagle3(draft_vocab=None)
+    params = random(model)
+    heads.save(params, model, tmp_path, "base")
+    file = tmp_path / "model.safetensors"
+    maps = {"d2t": np.zeros(toys.VOCAB, np.int64), "t2d": np.zeros(toys.VOCAB, bool)}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | maps, file)
+    found, weights = checkpoints.load_any(tmp_path)
+    assert found.config.draft_vocab is None
+    equal(weights, {n: x for n, x in params.items() if n != "embed_tokens"})
+
+
+def test_qkv_bias_is_the_authors_word(tmp_path):
+    model = eagle(qkv_bias=True)
+    params = random(model)
+    heads.save(params, model, tmp_path, "base")
+    said_too(tmp_path, model_type="llama", attention_bias=False, qkv_bias=True)
+    found, weights = checkpoints.load_any(tmp_path)
+    assert found.config.qkv_bias and not found.config.out_bias
+    bias = weights["layers_0"]["self_attn"]["k_proj"]["bias"]
+    np.testing.assert_array_equal(bias, params["layers_0"]["self_attn"]["k_proj"]["bias"])
+
+
 def test_the_bias_counts(tmp_path):
     """L1: a head whose bias is not 0 says something else without it."""
     model = eagle()
