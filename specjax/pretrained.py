@@ -39,7 +39,10 @@ PACKAGES = {
 }
 
 # Weights that come with specjax, see specjax/assets/README.md. They have their target's vocabulary.
-SHIPPED = {"smollm2-draft": "smollm2/draft.int8.safetensors"}
+SHIPPED = {
+    "smollm2-draft": "smollm2/draft.int8.safetensors",
+    "smollm2-eagle": "smollm2/eagle.int8.safetensors",
+}
 
 
 class Pretrained(NamedTuple):
