@@ -9,6 +9,7 @@ loop, as decoding does. Prints milliseconds per matrix (medians over interleaved
     dot       XLA's dot on weights [out, in]
     fused     the CPU form on weights [out, in]
     tiled     the CPU form on weights in tiles
+    parts     a dot per tile and eighth of the inputs, summed
     linear    what `layers.linear` chooses on weights [out, in]
     linear/t  what it chooses on weights in tiles, and this over its own one-row cost
 """

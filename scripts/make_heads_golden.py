@@ -155,7 +155,7 @@ def as_json(config: dict) -> dict[str, np.ndarray]:
 def eagle_model(config_class, model_class, said: dict, **options):
     """The authors' model, with rotary positions as the configuration says."""
     config = config_class(**copy.deepcopy(said))
-    config.rope_scaling = said.get("rope_scaling")
+    config.rope_scaling = copy.deepcopy(said.get("rope_scaling"))
     if "rope_theta" in said:
         config.rope_theta = said["rope_theta"]
     return model_class(config, **options, **TREE).eval()

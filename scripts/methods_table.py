@@ -44,8 +44,8 @@ the T5 pair.
 `smollm2_methods` was run before prompts of 65 and more tokens were read in one fused loop, which made a
 prefill of 128 tokens 1.67 times as fast and of 256 1.11 times. `smollm2_methods_t1` stood beside other work:
 its τ and α count, its speed-ups do not. All were run before 4 to 256 rows were multiplied in parts of their
-inputs, on both cores: behind 256 ids SmolLM2 then reads 6, 8 and 10 tokens in 1.35, 1.50 and 1.59 steps, which
-were 1.59, 1.75 and 2.01 the same hour; 4 tokens cost 1.09 instead of 1.15.
+inputs, on both cores: behind 256 ids SmolLM2 then reads 6, 8 and 10 tokens in 1.35, 1.50 and 1.59 steps,
+which were 1.59, 1.75 and 2.01 the same hour; 4 tokens cost 1.09 instead of 1.15.
 """
 HEADS = """# Heads, trained here
 

@@ -38,7 +38,8 @@ PACKAGES = {
     ),
 }
 
-# Weights that come with specjax, see specjax/assets/README.md. They have their target's vocabulary.
+# Weights that come with specjax, see specjax/assets/README.md. They have their target's vocabulary. Heads are
+# given to a target (`specjax.infer.system.Heads`).
 SHIPPED = {
     "smollm2-draft": "smollm2/draft.int8.safetensors",
     "smollm2-eagle": "smollm2/eagle.int8.safetensors",
@@ -67,8 +68,8 @@ def load(name: str | os.PathLike, dtype: str = "float32") -> Pretrained:
       dtype: of activations, caches and weights.
 
     Raises:
-      ValueError: no such name and no checkpoint there, or the package is not installed; the message
-        says how to get it.
+      ValueError: no such name and no checkpoint there, the package is not installed (the message
+        says how to get it), or there are heads.
     """
     path = locate(name)
     model = described(path, dtype)
@@ -86,7 +87,16 @@ def described(path: str, dtype: str) -> Network:
 
 
 def weights(path: str, model: Network, shardings: PyTree | None = None) -> PyTree:
-    """A checkpoint's parameters in the model's type, on shardings or laid out for the backend."""
+    """A checkpoint's parameters in the model's type, on shardings or laid out for the backend.
+
+    Raises:
+      ValueError: it holds heads.
+    """
+    if hasattr(model, "taken"):
+        raise ValueError(
+            f"{path} holds heads, which decode on a target's states: name them as a drafter's (HEADS_PATH, "
+            "specjax.infer.system.Heads)"
+        )
     params = checkpoints.load_any(path, model, model.config.dtype, shardings)[1]
     if shardings is None and jax.default_backend() == "cpu":
         return model.tile(params)

@@ -13,7 +13,10 @@ import specjax
 from specjax import Prompt, pretrained
 from specjax.bench import machine
 from specjax.checkpoints import causal, int8, native
+from specjax.drafters.eagle import EagleHead
+from specjax.infer import system
 from specjax.models import families, reads
+from specjax.models.eagle import Eagle
 from specjax.models.llama import Llama, LlamaConfig, Rope
 from specjax.models.opt import Opt, OptConfig
 from specjax.models.t5 import T5
@@ -91,6 +94,12 @@ def test_a_model_folder_is_recognised_by_its_kind(tmp_path):
     assert found.model == OPT
 
 
+def assert_said(found, row):
+    """A greedy text is the golden one's, up to the first near-tie."""
+    safe = next((i for i, gap in enumerate(row["gaps"]) if gap < 1e-3), len(row["gaps"]))
+    assert np.asarray(found)[:safe].tolist() == row["greedy"][:safe]
+
+
 @pytest.mark.slow
 def test_smollm2_says_what_transformers_says():
     """Greedy ids of twenty prompts on the same dequantised weights, up to near-ties, and logits."""
@@ -108,10 +117,41 @@ def test_smollm2_says_what_transformers_says():
     lengths = jnp.asarray([len(row["ids"]) for row in rows], jnp.int32)
     prompt = Prompt(jnp.asarray(tokens), lengths)
     out = specjax.generate(model, params, prompt, max_decode_len=golden["steps"], eos_id=-1)
-    for row, found in zip(rows, np.asarray(out.tokens), strict=True):
-        safe = next((i for i, gap in enumerate(row["gaps"]) if gap < 1e-3), len(row["gaps"]))
-        assert found[:safe].tolist() == row["greedy"][:safe]
+    for row, found in zip(rows, out.tokens, strict=True):
+        assert_said(found, row)
     logits = model.forward(params, jnp.asarray([rows[0]["ids"]], jnp.int32))[0, -1]
     np.testing.assert_allclose(
         np.asarray(logits)[: len(golden["logits"])], golden["logits"], atol=1e-3
     )
+
+
+def test_the_shipped_head_is_one_for_smollm2():
+    model = pretrained.described(pretrained.locate("smollm2-eagle"), "float32")
+    assert isinstance(model, Eagle) and model.config.alone
+    assert (model.config.vocab_size, model.config.emb_dim) == (49152, 576)
+    assert len(model.config.draft_vocab) == 8192 and model.config.draft_vocab.own[2] < 8192
+    with pytest.raises(ValueError, match="holds heads, which decode on a target's states"):
+        specjax.load("smollm2-eagle")
+
+
+@pytest.mark.slow
+def test_the_shipped_head_drafts_what_smollm2_says():
+    """The same tokens as plain decoding's up to near-ties, in fewer rounds."""
+    try:
+        target = system.Checkpoint("smollm2-135m")
+        model, params = target.load(target=True)
+    except ValueError as error:
+        pytest.skip(str(error))
+    head, weights = system.Heads("smollm2-eagle").of(model, params)
+    golden = json.loads(GOLDEN.read_text())
+    drafter, rounds, emitted = EagleHead(model=head, paths=((0,), (1,), (0, 0))), 0, 0
+    for row in golden["prompts"][:4]:
+        ids = jnp.asarray([row["ids"]], jnp.int32)
+        prompt = Prompt(ids, jnp.full(1, ids.shape[1], jnp.int32))
+        out = specjax.generate(
+            model, params, prompt, drafter=drafter, draft_params=weights,
+            max_decode_len=golden["steps"], eos_id=-1,
+        )  # fmt: skip
+        assert_said(out.tokens[0], row)
+        rounds, emitted = rounds + int(out.stats.rounds[0]), emitted + int(out.lengths[0])
+    assert emitted > 1.25 * rounds

@@ -199,10 +199,7 @@ class Measured(NamedTuple):
 
     def summary(self) -> dict:
         """Counts of all repeats together, and the ratios made of them."""
-        runs = [run.stats for repeat in self.runs for run in repeat]
-        return stats.summary(
-            stats.Stats(*(np.concatenate(parts) for parts in zip(*runs, strict=True)))
-        )
+        return stats.summary(stats.joined(run.stats for repeat in self.runs for run in repeat))
 
 
 def halves(source: Source, vocabulary: Vocabulary, length: int) -> dict[str, list[Example]]:

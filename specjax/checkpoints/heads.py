@@ -198,7 +198,7 @@ def _mapped(
     """The pieces that an EAGLE-3 head can say.
 
     Raises:
-      ValueError: there is but one map, or both do not say the same.
+      ValueError: there is but one map, or both do not say the same of a head that says some pieces.
     """
     found = [tensors.get(name) for name in MAPS]
     if all(x is None for x in found):
@@ -206,9 +206,8 @@ def _mapped(
     if any(x is None for x in found):
         raise ValueError(f"{folder}: of {' and '.join(MAPS)} only one is stored")
     raised, kept = found
-    if (
-        len(raised) == pieces
-    ):  # of a head that says all of them the authors ignore what the maps hold
+    # of a head that says all of them the authors ignore what the maps hold
+    if len(raised) == pieces:
         return None
     ids = raised.astype(np.int64) + np.arange(len(raised), dtype=np.int64)
     if kept.shape != (pieces,) or not np.array_equal(np.flatnonzero(kept), ids):
@@ -322,6 +321,9 @@ def _describe_eagle(model: Eagle, base: str) -> dict[str, Any]:
     plain = LlamaConfig(**{k: v for k, v in vars(c).items() if k in LlamaConfig.__dataclass_fields__}
                         | {"draft_vocab": None})  # fmt: skip
     said = causal.describe_llama(plain) | {"bias": c.fc_bias, "base_model_name_or_path": base}
+    said["qkv_bias"] = c.qkv_bias
+    if said["rope_scaling"] is not None:  # as the authors' code asks for it
+        said["rope_scaling"] |= {"type": said["rope_scaling"]["rope_type"]}
     if isinstance(c, Eagle3Config):
         said |= {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -365,11 +367,16 @@ def _eagle(folder: pathlib.Path, raw: Mapping[str, Any]) -> EagleConfig:
     )
     if not isinstance(found, LlamaConfig):
         raise ValueError(f"{folder}: an EAGLE head is a Llama layer, not {type(found).__name__}")
-    if raw.get("qkv_bias"):  # the authors' word for it
-        found = dataclasses.replace(found, qkv_bias=True)
     shapes = _shapes(folder)
+    stored = [any(n.endswith(f"self_attn.{x}_proj.bias") for n in shapes) for x in "qo"]
+    if raw.get("qkv_bias", stored[0]) != stored[0]:  # the authors' word; they read no other
+        raise ValueError(
+            f"{folder}: config.json says qkv_bias = {raw['qkv_bias']}, but q_proj.bias is "
+            + ("stored" if stored[0] else "missing")
+        )
+    found = dataclasses.replace(found, qkv_bias=stored[0], out_bias=stored[1])
     bias, third = "fc.bias" in shapes, any(name.startswith("midlayer.") for name in shapes)
-    stated = bias if third else raw.get("bias", True)  # which the authors' EAGLE-3 does not read
+    stated = bias if third else raw.get("bias", True)  # the authors' EAGLE-3 does not read it
     if stated != bias:
         raise ValueError(
             f"{folder}: config.json says bias = {stated}, but fc.bias is "

@@ -6,6 +6,7 @@ One set of definitions. Worked example, gamma = 4, accepted per round [3, 0, 4]:
 included), ``emitted_per_verified`` 10/12.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -142,6 +143,11 @@ def _overlap(tree: TokenTree, log_p: Array, tested: Array) -> Float[Array, "B"]:
         beta = jnp.where(tree.q_row < 0, fixed, jnp.exp(jnp.minimum(parents, log_q)).sum(-1))
     known = tested & ~jnp.isnan(beta)  # a draft whose q is NaN is refused for sure
     return jnp.where(known, beta, 0.0).sum(1).astype(jnp.float32)
+
+
+def joined(parts: Iterable[Stats]) -> Stats:
+    """The rows of several calls, one after the other (on the host)."""
+    return Stats(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
 
 def summary(stats: Stats) -> dict:

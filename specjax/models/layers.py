@@ -22,13 +22,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 # Outputs per tile of a tiled weight: the widest that divides the outputs is taken.
 TILES = (64, 32, 16)
-# XLA runs a product on one core of a CPU unless it has about so many results. So of a tiled weight few rows
-# are multiplied in up to MOST_PARTS parts of their inputs, which are summed: more results.
+# XLA (jaxlib 0.10) gives a product to one core of a CPU unless it has about so many results. Few rows of a
+# tiled weight are therefore multiplied in up to MOST_PARTS parts of their inputs, which are summed.
 ENOUGH, MOST_PARTS = 1 << 16, 16
-# From 4 to 256 rows, that is. Fewer of them, or more, are multiplied and summed in one fused loop; beyond
-# 1024 a dot per tile takes as long.
-PARTED_ROWS, TILED_ROWS = range(4, 257), 1024
-# The same for a weight that is not tiled: outside these the dot is the faster form.
+# Rows for which that pays.
+PARTED_ROWS = range(4, 257)
+# Otherwise up to so many rows of a tiled weight are multiplied and summed in one fused loop; of more, a dot
+# per tile takes as long.
+TILED_ROWS = 1024
+# Rows of a weight that is not tiled which are multiplied in a fused loop: outside these the dot is faster.
 FUSED_ROWS = range(2, 17)
 
 
@@ -37,8 +39,8 @@ def linear(x: Float[Array, "*rows K"], weight: Float[Array, "..."], dtype=None) 
 
     XLA's CPU dot packs the weight matrix again at each call, which costs more than the product when
     rows are few. There, few rows are multiplied and summed in one fused loop over the weights: as
-    fast as memory delivers them if they are tiled (`tile`). From 4 rows on tiles are multiplied in
-    parts, for all cores. Everywhere else this is ``dot_general``. The platform is decided when the
+    fast as memory delivers them if they are tiled (`tile`). 4 to 256 rows of tiles are multiplied in
+    parts, on all cores. Everywhere else this is ``dot_general``. The platform is decided when the
     program is lowered, never by the default backend, so that a TPU program lowered from a CPU process
     holds the dot.
 
@@ -93,23 +95,29 @@ def _tiled_dot(x: Array, weight: Array, dtype) -> Array:
 
 
 def _parts(rows: int, tiled: tuple[int, int, int]) -> int:
-    """Parts into which the inputs of so many rows are split: a power of 2, and 1 where it does not help."""
+    """Parts into which the inputs of so many rows are split: a power of 2, or 1 for the fused loop.
+
+    Two are faster than one even where one has results enough.
+    """
     tiles, inputs, width = tiled
     results = rows * tiles * width
-    if rows not in PARTED_ROWS or results * MOST_PARTS < ENOUGH or inputs % MOST_PARTS:
+    if rows not in PARTED_ROWS:
         return 1
-    return next(n for n in (2, 4, 8, MOST_PARTS) if results * n >= ENOUGH)
+    counts = (n for n in (2, 4, 8, MOST_PARTS) if results * n >= ENOUGH)
+    found = next(counts, 1)
+    return found if inputs % found == 0 else 1
 
 
-def _tiled_batch(x: Array, weight: Array, dtype, parts: int = 1) -> Array:
+def _tiled_batch(x: Array, weight: Array, dtype, parts: int) -> Array:
     """A dot per tile and part, as a batch: a dot over all tiles would first transpose the weights."""
     tiles, inputs, width = weight.shape
-    rows = x.reshape(-1, parts, inputs // parts).swapaxes(0, 1)
+    rows = x.reshape(-1, parts, inputs // parts).swapaxes(0, 1)  # [P, R, K / P]
     rows = lax.optimization_barrier(jnp.broadcast_to(rows, (tiles, *rows.shape)))
     weight = weight.reshape(tiles, parts, inputs // parts, width)
     batched = (((3,), (2,)), ((0, 1), (0, 1)))
-    out = lax.dot_general(rows, weight, batched, preferred_element_type=dtype).sum(1)
-    return out.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
+    wide = np.promote_types(dtype, np.float32)  # of the sum over parts
+    out = lax.dot_general(rows, weight, batched, preferred_element_type=wide).sum(1)
+    return out.astype(dtype).swapaxes(0, 1).reshape(*x.shape[:-1], tiles * width)
 
 
 def _tiled(x: Array, weight: Array, dtype) -> Array:

@@ -19,6 +19,7 @@ from specjax.infer import system
 from specjax.models import draft_vocab
 from specjax.models.eagle import Eagle, EagleConfig
 from specjax.models.eagle3 import Eagle3, Eagle3Config
+from specjax.models.llama import Rope
 from specjax.models.medusa import Medusa, MedusaConfig
 from tests import toys
 from tests.models import decoders
@@ -41,6 +42,11 @@ def eagle(**options):
 def random(model):
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.abstract())
+
+
+def change_config(folder, **said):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
 
 
 def equal(a, b):
@@ -255,8 +261,7 @@ def test_the_number_of_heads_is_that_of_the_tensors(tmp_path, caplog):
     """L8: published configurations say 2, or nothing."""
     model = medusa()
     heads.save(random(model), model, tmp_path, "base")
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"medusa_num_heads": 2}))
+    change_config(tmp_path, medusa_num_heads=2)
     assert checkpoints.infer_config(tmp_path).heads == 5
     assert "says medusa_num_heads = 2; 5 are stored, which count" in caplog.text
 
@@ -265,22 +270,16 @@ def test_a_bias_that_is_said_and_not_there(tmp_path):
     """L1."""
     model = eagle(fc_bias=False)
     heads.save(random(model), model, tmp_path, "base")
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"bias": True}))
+    change_config(tmp_path, bias=True)
     with pytest.raises(ValueError, match="says bias = True, but fc.bias is missing"):
         checkpoints.infer_config(tmp_path)
-
-
-def said_too(folder, **more):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | more))
 
 
 def test_eagle3_does_not_read_bias(tmp_path):
     """The authors' EAGLE-3 has no fc.bias whatever the configuration says."""
     model = eagle3()
     heads.save(random(model), model, tmp_path, "base")
-    said_too(tmp_path, bias=True)
+    change_config(tmp_path, bias=True)
     assert not checkpoints.infer_config(tmp_path).fc_bias
 
 
@@ -298,14 +297,20 @@ def test_maps_of_a_head_that_says_all_pieces_do_not_count(tmp_path):
 
 
 def test_qkv_bias_is_the_authors_word(tmp_path):
-    model = eagle(qkv_bias=True)
+    """Theirs reads no other, whatever the kind of model says; and asks for rope_scaling's type."""
+    model = eagle(qkv_bias=True, rope=Rope("linear", 2.0))
     params = random(model)
     heads.save(params, model, tmp_path, "base")
-    said_too(tmp_path, model_type="llama", attention_bias=False, qkv_bias=True)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["qkv_bias"] and said["rope_scaling"]["type"] == "linear"
+    change_config(tmp_path, model_type="llama", attention_bias=False)
     found, weights = checkpoints.load_any(tmp_path)
     assert found.config.qkv_bias and not found.config.out_bias
     bias = weights["layers_0"]["self_attn"]["k_proj"]["bias"]
     np.testing.assert_array_equal(bias, params["layers_0"]["self_attn"]["k_proj"]["bias"])
+    change_config(tmp_path, qkv_bias=False)
+    with pytest.raises(ValueError, match="says qkv_bias = False, but q_proj.bias is stored"):
+        checkpoints.infer_config(tmp_path)
 
 
 def test_the_bias_counts(tmp_path):

@@ -87,15 +87,6 @@ def test_medusa(name, tmp_path):
     close(jnp.moveaxis(model.logits(params, expected["states"]), 2, 0), expected["logits"])
 
 
-def test_medusa_repeats_one_block_unless_files_have_two():
-    """The authors' class stores a block as often as it is used."""
-
-    def same(name):
-        return np.array_equal(*(golden(name)[f"weights/0.{i}.linear.weight"] for i in (0, 1)))
-
-    assert same("medusa_2") and not same("medusa_2_apart")
-
-
 def swapped(a, b):
     """Exchanges tensors whose names begin so."""
 
@@ -112,12 +103,6 @@ def test_medusa_tells_blocks_and_heads_apart(pair, tmp_path):
     model, params = load("medusa_2_apart", tmp_path, swapped(*pair))
     expected = golden("medusa_2_apart")
     apart(jnp.moveaxis(model.logits(params, expected["states"]), 2, 0)[0], expected["logits"][0])
-
-
-def test_medusa_keeps_what_its_blocks_read(tmp_path):
-    model, params = load("medusa_1", tmp_path)
-    expected = golden("medusa_1")
-    apart(model.states(params, expected["states"])[0] - expected["states"], expected["read"][0])
 
 
 # EAGLE: pairs of a whole text.
