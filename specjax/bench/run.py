@@ -240,6 +240,8 @@ def _measure(
                 )  # fmt: skip
                 found, reported, costs = cell.measure(settings, lambda: bar.advance(bar_task))
                 rows += found
+                if not bar.console.is_terminal:  # a bar would be seen at its end only
+                    bar.console.print(f"{title}: done after {bar.tasks[0].elapsed:.0f} s")
                 if temperature == 0 and batch_size == min(settings.batch_sizes):
                     workload = work[task]["report"]
                     shown[task] = _examples(source, contest.vocabulary, workload, reported, found)
