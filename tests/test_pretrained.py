@@ -20,6 +20,7 @@ from specjax.models.eagle import Eagle
 from specjax.models.llama import Llama, LlamaConfig, Rope
 from specjax.models.opt import Opt, OptConfig
 from specjax.models.t5 import T5
+from specjax.training import batches
 from tests import toys
 
 SIZES = dict(
@@ -144,14 +145,14 @@ def test_the_shipped_head_drafts_what_smollm2_says():
         pytest.skip(str(error))
     head, weights = system.Heads("smollm2-eagle").of(model, params)
     golden = json.loads(GOLDEN.read_text())
-    drafter, rounds, emitted = EagleHead(model=head, paths=((0,), (1,), (0, 0))), 0, 0
-    for row in golden["prompts"][:4]:
-        ids = jnp.asarray([row["ids"]], jnp.int32)
-        prompt = Prompt(ids, jnp.full(1, ids.shape[1], jnp.int32))
-        out = specjax.generate(
-            model, params, prompt, drafter=drafter, draft_params=weights,
-            max_decode_len=golden["steps"], eos_id=-1,
-        )  # fmt: skip
-        assert_said(out.tokens[0], row)
-        rounds, emitted = rounds + int(out.stats.rounds[0]), emitted + int(out.lengths[0])
+    rows = golden["prompts"][:4]
+    tokens, lengths = batches.padded([np.asarray(row["ids"], np.int32) for row in rows])
+    out = specjax.generate(
+        model, params, Prompt(jnp.asarray(tokens), jnp.asarray(lengths)),
+        drafter=EagleHead(model=head, paths=((0,), (1,), (0, 0))), draft_params=weights,
+        max_decode_len=golden["steps"], eos_id=-1,
+    )  # fmt: skip
+    for row, found in zip(rows, out.tokens, strict=True):
+        assert_said(found, row)
+    rounds, emitted = int(out.stats.rounds.sum()), int(out.lengths.sum())
     assert emitted > 1.25 * rounds

@@ -14,7 +14,7 @@ from specjax.models.medusa import Medusa, MedusaConfig
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "lossy_table.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_rule_has_its_row(tmp_path, monkeypatch, capsys):
     target = assets.load_pair().target
     heads = Medusa(MedusaConfig(target.vocab_size, target.config.emb_dim, heads=3))
