@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     count = max(1, args.megabytes * 2**20 // (4 * args.outputs * args.inputs))
     weights = machine.distinct_weights(count, (args.outputs, args.inputs))
-    layouts = {False: weights, True: [layers.tile(w) for w in weights]}
+    layouts = {False: weights, True: [layers.in_tiles(w) for w in weights]}
     show({rows: measure(rows, layouts, args) for rows in sorted(args.rows)}, count, args)
 
 

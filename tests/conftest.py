@@ -69,6 +69,12 @@ def getkey():
 
 
 @pytest.fixture
+def long_vectors(monkeypatch):
+    """As on a CPU with AVX-512, where weights are tiled."""
+    monkeypatch.setattr("specjax.models.layers.long_vectors", lambda: True)
+
+
+@pytest.fixture
 def x64():
     """64-bit types during the test; ask for it by `@pytest.mark.usefixtures("x64")`."""
     with jax.enable_x64(True):

@@ -10,6 +10,7 @@ its transpose). For decoding on a CPU they can be laid out in tiles, see `tile`.
 import functools
 import itertools
 import math
+import pathlib
 from typing import Any
 
 import jax
@@ -67,7 +68,15 @@ def linear(x: Float[Array, "*rows K"], weight: Float[Array, "..."], dtype=None) 
 
 
 def tile(weight: Float[Array, "N K"]) -> Array:
-    """Lays a weight out as ``[N / T, K, T]`` for few rows on a CPU; unchanged where no T divides N.
+    """Lays a weight out for few rows on this machine's CPU: `in_tiles` where its vectors are long.
+
+    Short ones are too few registers for that, and the forms for weights ``[N, K]`` are faster.
+    """
+    return in_tiles(weight) if long_vectors() else weight
+
+
+def in_tiles(weight: Float[Array, "N K"]) -> Array:
+    """A weight as ``[N / T, K, T]``; unchanged where no T divides N.
 
     T outputs lie side by side, so that the sum over K runs in vector registers, one accumulator per
     output and row, through memory in order.
@@ -76,6 +85,13 @@ def tile(weight: Float[Array, "N K"]) -> Array:
     if width is None:
         return weight
     return weight.reshape(-1, width, weight.shape[1]).transpose(0, 2, 1)
+
+
+@functools.cache
+def long_vectors() -> bool:
+    """Whether this machine's CPU has AVX-512; False where the system does not say."""
+    described = pathlib.Path("/proc/cpuinfo")
+    return described.exists() and " avx512f" in described.read_text(errors="ignore")
 
 
 def untile(weight: Float[Array, "..."]) -> Float[Array, "N K"]:

@@ -242,6 +242,7 @@ def test_eagle_for_vllm_and_sglang(tmp_path):
     assert asked | {"tie_word_embeddings", "num_hidden_layers"} <= set(said)
 
 
+@pytest.mark.usefixtures("long_vectors")
 def test_heads_get_what_they_take_from_their_target(tmp_path):
     """The embedding, and the rows of the output layer that the head can say."""
     vocab = draft_vocab.of_ids(np.asarray([1, 5, 6]), toys.VOCAB)

@@ -46,6 +46,7 @@ def begun(model):
     return params | model.taken(TARGET, plain()[0])
 
 
+@pytest.mark.usefixtures("long_vectors")
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2)])
 def test_greedy_text_is_the_plain_one(widths):
     """Invariants 1, 5 and 6: rows of unequal prompts, whatever a random head says."""

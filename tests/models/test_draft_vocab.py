@@ -58,6 +58,7 @@ def test_a_mask_of_another_size_is_refused():
         llama(vocab_size=41, draft_vocab=KNOWN)
 
 
+@pytest.mark.usefixtures("long_vectors")
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_draft_says_known_pieces_only_and_tiles_to_the_same_logits(tied):
     model = llama(draft_vocab=KNOWN, tie_embeddings=tied)

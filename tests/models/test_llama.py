@@ -359,7 +359,7 @@ def test_scanned_layers_decode_the_unrolled_text(name):
     assert deep.unrolled == model and model.unrolled == model
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64", "long_vectors")
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
 def test_tiles_change_nothing(name, scan):

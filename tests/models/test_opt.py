@@ -304,7 +304,7 @@ def test_scanned_layers_decode_the_unrolled_text():
     assert deep.unrolled == model and model.unrolled == model
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.usefixtures("x64", "long_vectors")
 @each_layout
 @each_variant
 def test_tiles_change_nothing(name, scan):

@@ -339,7 +339,7 @@ def test_linear_takes_tiled_weights(rows, outputs, width):
     """D2: the layout changes no number; outputs that no tile divides stay as they are."""
     x = jax.random.normal(jax.random.key(rows), (rows, 1, 12))
     weight = jax.random.normal(jax.random.key(0), (outputs, 12))
-    tiled = layers.tile(weight)
+    tiled = layers.in_tiles(weight)
     assert tiled.shape == ((outputs // width, 12, width) if width else weight.shape)
     got = jax.jit(layers.linear)(x, tiled)
     np.testing.assert_allclose(got, np.asarray(x) @ np.asarray(weight).T, atol=1e-5)

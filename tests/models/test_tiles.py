@@ -9,6 +9,15 @@ from specjax import Prompt, generate
 from specjax.models import layers
 from specjax.models.t5 import T5, T5Config
 
+pytestmark = pytest.mark.usefixtures("long_vectors")
+
+
+def test_short_vectors_leave_weights_as_they_are(monkeypatch):
+    """Without AVX-512 the forms for plain weights are faster."""
+    monkeypatch.setattr(layers, "long_vectors", lambda: False)
+    weight = jnp.zeros((64, 8))
+    assert layers.tile(weight) is weight
+
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 100, 1025])
 @pytest.mark.parametrize("outputs", [64, 96, 16])

@@ -156,7 +156,7 @@ def test_loop_copies_no_cache(pair):
 @pytest.mark.parametrize("tiled", [False, True], ids=["plain", "tiled"])
 def test_linear_is_lowered_for_the_platform(rows, tiled):
     weight = jnp.zeros((128, 256), jnp.bfloat16)
-    weight = layers.tile(weight) if tiled else weight
+    weight = layers.in_tiles(weight) if tiled else weight
     x = jnp.zeros((1, rows, 256), jnp.bfloat16)
     tpu = topology.lower_for(layers.linear, topology.chip(), x, weight).as_text()
     cpu = topology.lower_for(layers.linear, jax.devices("cpu")[0], x, weight).as_text()
