@@ -5,7 +5,8 @@
       -- runs/debian_heads runs/smollm2_heads
 
 Reads the report.json that `bench` wrote into each folder (configs/examples/*_{methods,heads}.gin), and copies
-the pictures; of heads also what their training runs say of held-out text.
+the pictures; of heads also what their training runs say of held-out text. What the page says of other runs
+stays as it is: they may have been made elsewhere.
 """
 
 import argparse
@@ -75,34 +76,59 @@ def main() -> None:
     parser.add_argument("--page", default="methods", choices=PAGES)
     parser.add_argument("--trained", nargs="*", default=[], help="runs that trained the heads")
     options = parser.parse_args()
-    lines, pictures, sources = [PAGES[options.page]], DOCS / "img", []
+    page, pictures = DOCS / f"{options.page}.md", DOCS / "img"
+    sections = _sections(page)
+    trained, sources = sections.pop("Training", []), _listed(sections.pop("Published", []))
     if options.trained:
-        lines += ["## Training", "", *_trained(map(pathlib.Path, options.trained)), ""]
+        trained = _trained(map(pathlib.Path, options.trained), trained)
     pictures.mkdir(parents=True, exist_ok=True)
     for folder in map(pathlib.Path, options.reports):
         content = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        lines += [
-            f"## {folder.name}",
-            "",
-            *_facts(content),
-            "",
-            *_table(content["rows"], sources),
-            "",
-        ]
+        lines = ["", *_facts(content), "", *_table(content["rows"], sources), ""]
         if (folder / "methods.png").exists():
             name = f"{folder.name}.png"
             shutil.copy(folder / "methods.png", pictures / name)
             lines += [f"![Methods by task](img/{name})", ""]
-    lines += ["## Published", "", *(f"{i}. {text}" for i, text in enumerate(sources, 1)), ""]
-    page = DOCS / f"{options.page}.md"
+        sections[folder.name] = lines
+    sources = [f"{i}. {text}" for i, text in enumerate(sources, 1)]
+    sections = ({"Training": trained} if trained else {}) | sections
+    sections |= {"Published": ["", *sources, ""]}
+    lines = [PAGES[options.page]]
+    for name, section in sections.items():
+        lines += [f"## {name}", *section]
     page.write_text("\n".join(lines), encoding="utf-8")
     print(f"wrote {page}")
 
 
-def _trained(runs: Iterable[pathlib.Path]) -> list[str]:
-    """A table of what runs say of held-out text at their newest evaluation; of several heads or steps all."""
+def _sections(page: pathlib.Path) -> dict[str, list[str]]:
+    """Lines of a page below each of its headings; of no page none."""
+    found: dict[str, list[str]] = {}
+    section: list[str] = []  # before the first heading: the page's text, which is written anew
+    for line in page.read_text(encoding="utf-8").splitlines() if page.exists() else ():
+        if line.startswith("## "):
+            section = found.setdefault(line.removeprefix("## "), [])
+        else:
+            section.append(line)
+    return found
+
+
+def _listed(lines: Iterable[str]) -> list[str]:
+    """The sources that a page names, in the order of their numbers."""
+    return [line.split(". ", 1)[1] for line in lines if line]
+
+
+def _trained(runs: Iterable[pathlib.Path], before: Iterable[str] = ()) -> list[str]:
+    """A table of what runs say of held-out text at their newest evaluation; of several heads or steps all.
+
+    Rows of other runs stay as they were ``before``.
+    """
+    runs = list(runs)
     columns = ["run", "trained parameters", "updates", "held-out text", "top-1", "top-5"]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines = ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    new = {run.name for run in runs}
+    for line in list(before)[3:]:
+        if line and line.split("|")[1].strip() not in new:
+            lines.append(line)
     for run in runs:
         read = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         newest = {row["data"]: row for row in map(json.loads, read)}
@@ -112,7 +138,7 @@ def _trained(runs: Iterable[pathlib.Path]) -> list[str]:
                     for k in (1, 5)]  # fmt: skip
             cells = [run.name, f"{_size(run) / 1e6:.1f} M", str(row["step"]), data, *tops]
             lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    return [*lines, ""]
 
 
 def _size(run: pathlib.Path) -> int:

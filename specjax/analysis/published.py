@@ -36,6 +36,7 @@ METHODS = {
     "Medusa": "Medusa",
     "EAGLE": "EAGLE",
     "EAGLE-2": "EAGLE-2",
+    "EAGLE-3": "EAGLE-3",
 }
 SPEC_BENCH = {
     "mt_bench": "MT",
@@ -45,6 +46,7 @@ SPEC_BENCH = {
     "math_reasoning": "Math",
     "rag": "RAG",
 }
+EAGLE3 = {"humaneval": "HE", "mt_bench": "MT", "math_reasoning": "GSM", "summarization": "CNNDM"}
 EAGLE2 = {
     "humaneval": "HE",
     "mt_bench": "MT",
@@ -92,11 +94,13 @@ OWN = (
      "Vicuna-7B, Medusa-1, typical acceptance"),
     (("Medusa", "debian_ende", 0), ("blockwise2018", "Table 4", "speedup_x"), {"k": 4}, None,
      "blockwise heads, k = 4, WMT EnDe"),
+    (("blockwise", "debian_ende", 0), ("blockwise2018", "Table 4", "speedup_x"), {"k": 4}, None,
+     "blockwise heads, k = 4, WMT EnDe"),
 )  # fmt: skip
 
 
 def figures() -> Iterator[Figure]:
-    """All of them: the methods' own papers first, then EAGLE-2's comparison and Spec-Bench's."""
+    """All of them: the methods' own papers first, then the comparisons of EAGLE-2, EAGLE-3 and Spec-Bench."""
     for (method, task, temperature), (name, table, column), cells, given, model in OWN:
         row = _row(name, table, cells)
         yield Figure(
@@ -106,6 +110,11 @@ def figures() -> Iterator[Figure]:
         for method, task in _pairs(row, "V-7B", EAGLE2):
             x, tau = (row[f"{EAGLE2[task]}_{end}"] for end in ("x", "tau"))
             yield Figure(method, task, row["T"], x, tau, "Vicuna-7B", "eagle2_2024, Table 1")
+    for row in papers.load("eagle3_2025").table("Table 1"):
+        for method, task in _pairs(row, "V-13B", EAGLE3):
+            if method == "EAGLE-3":
+                x, tau = (row[f"{EAGLE3[task]}_{end}"] for end in ("x", "tau"))
+                yield Figure(method, task, row["T"], x, tau, "Vicuna-13B", "eagle3_2025, Table 1")
     for row in papers.load("specbench2024").table("Paper Table 5"):
         for method, task in _pairs(row, None, SPEC_BENCH):
             x = row[SPEC_BENCH[task]]

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.analysis import comparison, plots
+from specjax.models import layers
 
 SCHEMA_VERSION = 1
 
@@ -141,7 +142,7 @@ def draw(report: Report, folder: pathlib.Path) -> list[str]:
 
 
 def machine_facts() -> dict:
-    """Processor, cores and system."""
+    """Processor (and whether its vectors are long, which decides how weights are laid out), cores, system."""
     model = platform.processor()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -149,6 +150,7 @@ def machine_facts() -> dict:
         model = next(
             (x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), model
         )
+        model += " with AVX-512" if layers.long_vectors() else " without AVX-512"
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
 
 

@@ -10,7 +10,7 @@ def test_every_figure_is_in_its_paper_s_table():
     assert all(f.temperature in (0, 1) for f in figures)
     numbers = [f.speedup for f in figures if not isinstance(f.speedup, str)]
     assert all(0.9 < x < 7 for x in numbers)
-    assert {f.method for f in figures} == {*published.METHODS, "trie"}
+    assert {f.method for f in figures} == {*published.METHODS, "trie", "blockwise"}
 
 
 def test_the_method_s_own_paper_comes_first_then_the_comparisons():
@@ -23,6 +23,8 @@ def test_the_method_s_own_paper_comes_first_then_the_comparisons():
 def test_comparisons_give_tokens_per_step():
     (eagle2, *_) = published.of("EAGLE", "humaneval", 0)
     assert (eagle2.speedup, eagle2.tau) == (3.33, 4.29)
+    (eagle3,) = published.of("EAGLE-3", "humaneval", 1)
+    assert (eagle3.speedup, eagle3.tau, eagle3.model) == (5.15, 6.22, "Vicuna-13B")
 
 
 def test_nothing_is_printed_of_what_nobody_measured():
