@@ -1,8 +1,8 @@
 """Recipe: a draft learns the target's distribution, token by token, on given text.
 
 References:
-  Zhou et al. 2023, DistillSpec (2310.08461), equation 2 with the forward KL divergence; Leviathan et
-  al. 2023 (2211.17192), corollary 3.6: the acceptance rate is the overlap sum_x min(p, q).
+  Zhou et al. 2023, DistillSpec (2310.08461), equation 2; Leviathan et al. 2023 (2211.17192), corollary
+  3.6: the acceptance rate is the overlap sum_x min(p, q).
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ from jaxtyping import Array, Key, PyTree
 
 from specjax.decode import devices
 from specjax.models.t5 import T5
+from specjax.training import losses
+from specjax.training.divergences import Divergence, ForwardKL
 from specjax.training.loop import Batches
 from specjax.training.teacher import load_target
 
@@ -39,11 +41,14 @@ class TeacherBatches:
         return len(self.batches)
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray | Array]:
-        batch = self.batches[position]
-        return batch | self._read(self._params, batch)
+        return self.read(self.batches[position])
+
+    def read(self, batch: dict) -> dict[str, np.ndarray | Array]:
+        """A batch with what the target says of it."""
+        return batch | self._read(self.parameters, batch)
 
     @functools.cached_property
-    def _params(self) -> PyTree:
+    def parameters(self) -> PyTree:
         return self.params if self.path is None else load_target(self.teacher, self.path)
 
     @functools.cached_property
@@ -99,19 +104,28 @@ def reduced(wide: Array, narrow: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Distill:
-    """Forward KL from teacher to draft; see `specjax.training.loop.Recipe`."""
+    """A divergence between teacher and draft; see `specjax.training.loop.Recipe`.
+
+    Attributes:
+      model: the draft.
+      divergence: what is minimised; `specjax.training.divergences` has them.
+    """
 
     model: T5
+    divergence: Divergence = ForwardKL()
 
     def init(self, key: Key[Array, ""]) -> PyTree:
         return self.model.init(key)
 
     def loss(self, params: PyTree, batch: dict, key: Key[Array, ""]) -> tuple[Array, dict]:
-        """Summed KL(p || q) in nats, and the two acceptance rates it stands for.
+        """The divergence, summed, and the two acceptance rates it stands for.
 
-        The target's law comes whole (`TeacherBatches`) or by its likeliest pieces
+        The target's law comes whole (`TeacherBatches`), or for forward KL by its likeliest pieces
         (`specjax.training.features.FeatureBatches`). ``overlap`` is alpha at temperature 1 on this
         text, ``agreement`` alpha at temperature 0.
+
+        Raises:
+          ValueError: another divergence from the likeliest pieces alone.
         """
         del key
         sums = self.evaluate(params, batch)
@@ -119,21 +133,46 @@ class Distill:
 
     def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
         """The sums alone: nothing here is random."""
-        inputs = (batch["inputs"], batch["input_mask"], batch["decoder_inputs"])
-        logits = self.model.forward(params, *inputs, *(batch[name] for name in self.model.reads))
-        compare = _compare if "teacher" in batch else _compare_likely
-        weights, found = batch["weights"], compare(jax.nn.log_softmax(logits), batch)
+        return self._sums(jax.nn.log_softmax(_logits(self.model, params, batch)), batch)
+
+    def _sums(self, log_q: Array, batch: dict) -> dict[str, Array]:
+        if "teacher" in batch:
+            found = _compare(log_q, batch, self.divergence)
+        elif self.divergence == ForwardKL():
+            found = _compare_likely(log_q, batch)
+        else:
+            raise ValueError(f"{self.divergence} needs the target's whole law: give TeacherBatches")
+        weights = batch["weights"]
         sums = {name: (value * weights).sum() for name, value in found.items()}
         return sums | {"tokens": weights.sum()}
 
 
-def _compare(log_q: Array, batch: dict) -> dict[str, Array]:
-    """Per token: KL(p || q), sum min(p, q), and whether the likeliest piece is the same."""
+@dataclasses.dataclass(frozen=True)
+class Supervised(Distill):
+    """Cross-entropy of the texts themselves, which a draft is compared with that was distilled.
+
+    What is reported is what `Distill` reports, its loss as ``divergence``.
+    """
+
+    def evaluate(self, params: PyTree, batch: dict) -> dict[str, Array]:
+        logits = _logits(self.model, params, batch)
+        sums = self._sums(jax.nn.log_softmax(logits), batch)
+        entropy = losses.cross_entropy(logits, batch["targets"], batch["weights"])
+        return sums | {"divergence": sums["loss"], "loss": entropy}
+
+
+def _logits(model: T5, params: PyTree, batch: dict) -> Array:
+    inputs = (batch["inputs"], batch["input_mask"], batch["decoder_inputs"])
+    return model.forward(params, *inputs, *(batch[name] for name in model.reads))
+
+
+def _compare(log_q: Array, batch: dict, divergence: Divergence) -> dict[str, Array]:
+    """Per token: the divergence, sum min(p, q), and whether the likeliest piece is the same."""
     log_p = batch["teacher"]
-    p, same = jnp.exp(log_p), log_p.argmax(-1) == log_q.argmax(-1)
+    same = log_p.argmax(-1) == log_q.argmax(-1)
     return {
-        "loss": (p * (log_p - log_q)).sum(-1),
-        "overlap": jnp.minimum(p, jnp.exp(log_q)).sum(-1),
+        "loss": divergence(log_p, log_q),
+        "overlap": jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)).sum(-1),
         "agreement": same.astype(log_q.dtype),
     }
 

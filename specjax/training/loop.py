@@ -62,6 +62,7 @@ class Batches(Protocol):
     """Batches by position; the same position always gives the same batch.
 
     One that has long work to do first does it in ``prepare()``, and keeps it: it may be stopped there.
+    One whose texts are what the trained model says has ``said_by(params)``: the batches as it says them now.
     """
 
     def __len__(self) -> int: ...
@@ -237,7 +238,8 @@ def train(
         task = bar.add_task("training", total=steps, loss="")
         meter = _Meter()
         for step in range(int(state.step), steps):
-            state, sums = run_step(state, placement.read(batches, step, partitioner))
+            given = batches.said_by(state.params) if hasattr(batches, "said_by") else batches
+            state, sums = run_step(state, placement.read(given, step, partitioner))
             meter.add(sums)
             done, last = step + 1, step + 1 == steps
             # Processes stop together; to ask all of them costs time, so that is not done in every step.
