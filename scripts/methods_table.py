@@ -134,6 +134,8 @@ def _trained(runs: Iterable[pathlib.Path], before: Iterable[str] = ()) -> list[s
         newest = {row["data"]: row for row in map(json.loads, read)}
         for data in sorted(newest.keys() - {"train"}):
             row = newest[data]
+            if row.get("tokens") == 0:  # of a run from before such sets were refused
+                continue
             tops = [" / ".join(f"{row[n]:.2f}" for n in sorted(row) if n.startswith(f"top{k}"))
                     for k in (1, 5)]  # fmt: skip
             cells = [run.name, f"{_size(run) / 1e6:.1f} M", str(row["step"]), data, *tops]

@@ -97,11 +97,20 @@ class AnswerBatches:
 
     @functools.cached_property
     def texts(self) -> Answered:
-        """All texts, none longer than the longest bucket."""
+        """All texts, none longer than the longest bucket.
+
+        Raises:
+          ValueError: nothing in them answers, so there is nothing to learn, or to measure.
+        """
         read, most = [load(file) for file in self.files], self.lengths[-1]
         read += [_cut(file, self.window, self.windows, self.seed) for file in self.streams]
         cut = lambda name: [x[-most:] for part in read for x in getattr(part, name)]  # noqa: E731
-        return Answered(cut("tokens"), cut("answers"))
+        texts = Answered(cut("tokens"), cut("answers"))
+        if not any(answers.any() for answers in texts.answers):
+            raise ValueError(
+                f"no token answers in {', '.join(map(str, self.files + self.streams))}"
+            )
+        return texts
 
     @functools.cached_property
     def buckets(self) -> dict[int, np.ndarray]:

@@ -224,6 +224,15 @@ def test_windows_of_a_stream_are_texts_that_answer(tmp_path):
         _ = answers.AnswerBatches(streams=("nowhere.npz",)).texts
 
 
+def test_texts_of_which_nothing_answers_are_refused(tmp_path):
+    """Else a held-out set of no answers would be reported as accuracy 0."""
+    silent = answers.Answered([np.arange(3, dtype=np.int32)], [np.zeros(3, bool)])
+    for name, texts in (("none", answers.Answered([], [])), ("silent", silent)):
+        answers.save(tmp_path / f"{name}.npz", texts)
+        with pytest.raises(ValueError, match=f"no token answers in .*{name}.npz"):
+            len(answers.AnswerBatches((str(tmp_path / f"{name}.npz"),)))
+
+
 def test_states_are_read_once(said, batches):
     batches = batches("medusa")
     one = batches[0]
