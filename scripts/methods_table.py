@@ -73,8 +73,10 @@ to 1.95 steps (v): arithmetic, not memory, is what it waits for, and drafts of 1
 τ and α do not depend on that. Their heads had small budgets: debian_medusa_300 and debian_blockwise 9 and 6
 minutes of a shared core, debian_medusa2 (from debian_medusa_300) 9, smollm2_medusa and smollm2_eagle3 15 and
 20, on 17,650 tokens that the target said and 11,500 of others. Every loss was still falling. The shipped
-EAGLE saw 400,000 tokens, so what stands between it and these is mostly the training. Medusa-2's target is no
-longer the shipped one: its text scores beside the shipped one's in the reports.
+EAGLE saw 400,000 tokens, so what stands between it and these is mostly the training. Their held-out "code"
+are two answers of 128 tokens, which repeat themselves: read nothing into these. Medusa-2's target is no
+longer the shipped one: on the ten sentences of a task its text scores BLEU 6.0 and ROUGE-L 38.1, the shipped
+one's 8.6 and 45.7.
 """
 PAGES = {"methods": METHODS, "heads": HEADS}
 
