@@ -129,7 +129,8 @@ def test_required_alpha_inverts_the_factor(alpha, gamma):
 def test_required_alpha_out_of_reach_and_for_nothing():
     assert theory.required_alpha(3.0, c=0.5, gamma=2) is None
     assert theory.required_alpha(2.5, c=0.5) is None
-    assert theory.required_alpha(2.0, c=0.0, gamma=1) == 1.0
+    # Not to the bit: near 1 the last digits of a power are the CPU's.
+    assert theory.required_alpha(2.0, c=0.0, gamma=1) == pytest.approx(1.0, abs=1e-9)
     assert theory.required_alpha(1.0, c=0.5) == 0.0
 
 

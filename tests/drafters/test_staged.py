@@ -100,7 +100,7 @@ def test_rows_of_q_are_the_draft_s_law():
     np.testing.assert_allclose(tree.log_q, law[before], atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_chains_follow_the_draft_s_law():
     """9 pairs behind each root, against the products of the table's laws."""
     drafter, params = stages(2, gamma=2)

@@ -221,10 +221,8 @@ def test_rows_that_do_not_divide_are_one_line():
         aot.decode(toys.tiny_t5(), topology_name="v4-8", num_partitions=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "parts"), [pytest.param("v4-2", 1, marks=pytest.mark.long), ("v4-8", 4)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "parts"), [("v4-2", 1), ("v4-8", 4)])
 def test_xxl_with_small_on_a_chip_and_on_a_v4_8(name, parts):
     """It fits; a Megatron-style split's all-reduces and no more; no cache copied, no host asked."""
     drafter = lambda model: SmallModel(model, 7)  # noqa: E731

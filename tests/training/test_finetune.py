@@ -241,6 +241,7 @@ def test_adafactor_learns(corpus, tmp_path):
         loop.train(recipe, batches(), str(tmp_path / "run"), schedule, optimizer="sgd")
 
 
+@pytest.mark.long
 def test_fine_tuning_from_a_checkpoint_by_its_gin_file(corpus, tmp_path):
     """From a saved checkpoint, resumed bit by bit, and decodable where it lies."""
     model = T5(TINY)
