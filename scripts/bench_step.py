@@ -27,6 +27,7 @@ from specjax.decode.interfaces import Params, Prompt
 from specjax.decode.loop import Decoder, State
 from specjax.decode.sampling import Sampling
 from specjax.drafters.small_model import SmallModel
+from specjax.models import layers
 from specjax.models.t5 import T5
 
 # Speed-ups whose α is printed.
@@ -128,12 +129,15 @@ def main() -> None:
     )
     parser.add_argument("--cached", type=int, default=64, help="tokens in the cache, on average")
     parser.add_argument("--input_length", type=int, default=64)
-    parser.add_argument("--layout", choices=("tiled", "plain"), default="tiled", help="of weights")
+    own = "tiled" if layers.long_vectors() else "plain"
+    help_layout = "of weights; by default what this CPU decodes with"
+    parser.add_argument("--layout", choices=("tiled", "plain"), default=own, help=help_layout)
     parser.add_argument("--rounds", type=int, default=16, help="per timed call")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--draft", help="a draft's file: prints c and the α that speed-ups need")
     args = parser.parse_args()
+    layers.long_vectors = lambda: True  # so that tiles are made wherever they are asked for
     probes, model = machine.bandwidth_probes(), load_model(args.model)
     found = measure(model, args)
     show(args.model, found, probes, args)

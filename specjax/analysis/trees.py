@@ -63,9 +63,10 @@ class Fastest(NamedTuple):
 
 
 def optimal(accuracy: Float[np.ndarray, "P R"], nodes: int) -> tuple[Template, float]:
-    """The best of all trees of so many nodes; see `sparse` for what is asked, given and refused.
+    """The best of all trees of so many nodes in which a guess stands with those of lower rank.
 
-    Where later guesses are right less often than earlier ones, which is usual, `sparse` finds the same.
+    See `sparse` for what is asked, given and refused; where no guess is right more often than one of lower
+    rank, which is usual, it finds the same.
     """
     accuracy = _checked(accuracy, nodes)
     found = _Table(accuracy, nodes)
@@ -80,7 +81,7 @@ def fastest(
     """The size, depth and shape of most tokens per cost.
 
     Args:
-      accuracy: how often the guess of every rank is right at every depth, where none before it was.
+      accuracy: see `sparse`.
       verify: cost of reading the root and 0, 1, ... nodes, in plain steps.
       draft: cost of drafting 0, 1, ... levels, in plain steps. As many levels count as both this and
         ``accuracy`` have.

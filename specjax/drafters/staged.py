@@ -3,7 +3,8 @@
 The draft is a target to the drafter inside: rounds of the same loop run within a proposal until the chain is
 there. They are lossless, so the chain's tokens follow the draft's law, which every round knows: the target
 outside judges them as those of a small model. The drafter inside may be any, a `Staged` one too, and draft
-chains or trees.
+chains or trees. Heads (Medusa's, EAGLE's) lose their newest state whenever the target has judged: their first
+round inside drafts nothing, and EAGLE's cache may keep a pair of a refused token. The text stays exact.
 
 References:
   Spector and Re 2023 (2308.04623), section 3.2.

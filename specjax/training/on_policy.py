@@ -28,7 +28,7 @@ class StudentBatches:
     """A source's inputs with what the draft says to them, and the target's law of that.
 
     A batch hangs on its position and on the draft's parameters, so a run that was stopped goes on the same.
-    Texts end with EOS, or at the length of the references' padding.
+    Texts end with EOS, or at the length of the references' padding. For one process.
 
     Attributes:
       source: the inputs, with the target.
