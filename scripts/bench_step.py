@@ -59,7 +59,7 @@ def measure(model: T5, args) -> dict:
     limit = args.cached + args.rounds + 4 * max(args.blocks, default=1)
     calls, compile_seconds, size = {}, {}, None
     for tokens in (1, *args.blocks):
-        drafter = FreeDraft(tokens - 1, model.vocab_size) if tokens > 1 else None
+        drafter = FreeDraft(tokens - 1, tokens - 1, model.vocab_size) if tokens > 1 else None
         decoder = Decoder(model, limit, drafter, eos_id=-1)
         state, sampling = prepare(decoder, params, args)
         run, compile_seconds[tokens] = timing.compiled(
