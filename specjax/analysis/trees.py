@@ -2,8 +2,8 @@
 
 References:
   Cai et al. 2024 (2401.10774), section 2.3.3 and appendix C: the tree is grown by the node that adds most to
-  the expected length of what is accepted. Chen et al. 2024, Sequoia (2402.12374), section 4.1: the best tree
-  by dynamic programming; 4.3: its size and depth by what they cost.
+  the expected length of what is accepted. Chen et al. 2024, Sequoia (2402.12374): the best tree by dynamic
+  programming, and its size and depth by what they cost (the hardware-aware tree optimizer).
 """
 
 import heapq

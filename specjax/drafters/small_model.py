@@ -69,8 +69,28 @@ class DraftState(NamedTuple):
     open: Any
 
 
+class GammaChain:
+    """What drafters of a chain of ``gamma`` tokens from a ``model`` have in common."""
+
+    chain = True
+
+    def __post_init__(self):
+        if self.gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {self.gamma}; decode plainly for 0")
+
+    @property
+    def depth(self) -> int:
+        return self.gamma
+
+    nodes = depth
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        return self.model.reads
+
+
 @dataclasses.dataclass(frozen=True)
-class SmallModel:
+class SmallModel(GammaChain):
     """A chain of ``gamma`` tokens from a small model.
 
     Attributes:
@@ -81,20 +101,6 @@ class SmallModel:
 
     model: Model
     gamma: int = 5
-
-    def __post_init__(self):
-        if self.gamma < 1:
-            raise ValueError(f"gamma must be at least 1, got {self.gamma}; decode plainly for 0")
-
-    @property
-    def depth(self) -> int:
-        return self.gamma
-
-    nodes, chain = depth, True
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        return self.model.reads
 
     @property
     def reach(self) -> int:
@@ -180,10 +186,10 @@ class SmallModel:
         return state._replace(cache=self.model.rewind(state.cache, length - 1))
 
 
-def prefill(model: Model, params: PyTree, target: Prefilled, slots: int) -> Prefilled:
+def prefill(model: Model, params: PyTree, target: Prefilled, slots: int, taps=()) -> Prefilled:
     """A draft's own prefill, which takes from the target's what the draft shares with it."""
     shared = {name: target.taps[name] for name in model.reads}
-    return model.prefill(params, target.prompt, slots, **shared)
+    return model.prefill(params, target.prompt, slots, taps=taps, **shared)
 
 
 def within(model: Model, text: Text, gamma: int) -> Bool[Array, "B gamma"]:

@@ -7,7 +7,7 @@ chains or trees. Heads (Medusa's, EAGLE's) lose their newest state whenever the 
 round inside drafts nothing, and EAGLE's cache may keep a pair of a refused token. The text stays exact.
 
 References:
-  Spector and Re 2023 (2308.04623), section 3.2.
+  Spector and Re 2023 (2308.04623).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key
 
 from specjax.decode import devices, loop, stopping, tree
 from specjax.decode import sampling as laws
@@ -31,7 +31,7 @@ from specjax.decode.interfaces import (
 )
 from specjax.decode.sampling import Sampling
 from specjax.decode.verify import DRAFT
-from specjax.drafters.small_model import prefill, within
+from specjax.drafters.small_model import GammaChain, prefill, within
 
 # Of a decode whose end is said by the chain's length, not by the tokens it may emit.
 WITHOUT_END = 1 << 30
@@ -45,7 +45,7 @@ class StagedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(GammaChain):
     """A chain of ``gamma`` tokens from a draft that another drafter decodes.
 
     Attributes:
@@ -58,32 +58,14 @@ class Staged:
     inner: Drafter
     gamma: int = 5
 
-    def __post_init__(self):
-        if self.gamma < 1:
-            raise ValueError(f"gamma must be at least 1, got {self.gamma}; decode plainly for 0")
-
-    @property
-    def depth(self) -> int:
-        return self.gamma
-
-    nodes, chain = depth, True
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        return self.model.reads
-
     @property
     def reach(self) -> int:
         """The last round inside may go past the chain, and what drafts there past that."""
         return self.gamma + 1 + 2 * (self.inner.depth + 1) + self.inner.reach
 
     def init(self, params: Params, prefilled: Prefilled, slots: int) -> StagedState:
-        read = prefill(self._asking, params.draft.target, prefilled, slots)
+        read = prefill(self.model, params.draft.target, prefilled, slots, self.inner.taps)
         return StagedState(read.cache, self.inner.init(params.draft, read, slots))
-
-    @property
-    def _asking(self) -> "_Asking":
-        return _Asking(self.model, self.inner.taps)
 
     def propose(
         self,
@@ -147,21 +129,6 @@ class Staged:
         return StagedState(
             self.model.rewind(state.cache, length - 1), self.inner.rewind(state.inner, length)
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Asking:
-    """A draft's prefill, asked for the states that what drafts for it wants."""
-
-    model: Model
-    taps: tuple[str, ...]
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.model.reads
-
-    def prefill(self, params: PyTree, prompt, slots: int, **shared) -> Prefilled:
-        return self.model.prefill(params, prompt, slots, taps=self.taps, **shared)
 
 
 class Kept(NamedTuple):

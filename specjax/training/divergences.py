@@ -4,9 +4,9 @@ Each is a function of log-probabilities over the whole vocabulary, ``[..., V]``,
 Pieces of probability 0 (log-probability -inf) add what the limit is, and no gradient that is no number.
 
 References:
-  Zhou et al. 2023, DistillSpec (2310.08461), table 1 and appendix A.1; Agarwal et al. 2023 (2306.13649),
-  equation 4 for the generalised JSD; Leviathan et al. 2023 (2211.17192), corollary 3.6: total variation is
-  1 - alpha.
+  Zhou et al. 2023, DistillSpec (2310.08461), equation 2 (the divergence is a choice); Agarwal et al. 2023
+  (2306.13649) for the generalised JSD; Leviathan et al. 2023 (2211.17192), corollary 3.6: total variation
+  is 1 - alpha.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@ A draft is tested on its own tokens, so DistillSpec lets it say the texts that i
 as it drafts: one chain as long as the text, by the same code as in decoding.
 
 References:
-  Zhou et al. 2023, DistillSpec (2310.08461), section 4 (data: fixed, draft-generated, or a mixture); Agarwal
-  et al. 2023 (2306.13649), algorithm 1.
+  Zhou et al. 2023, DistillSpec (2310.08461), the choice of data (fixed, draft-generated, or a mixture);
+  Agarwal et al. 2023 (2306.13649), on-policy distillation.
 """
 
 import dataclasses
