@@ -7,7 +7,7 @@ Multiplies with many distinct weights in turn, so that none stays in the cache, 
 loop, as decoding does. Prints milliseconds per matrix (medians over interleaved repeats):
 
     dot       XLA's dot on weights [out, in]
-    fused     the CPU form on weights [out, in]
+    halves    the CPU form on weights [out, in]
     tiled     the CPU form on weights in tiles
     parts     a dot per tile and eighth of the inputs, summed
     linear    what `layers.linear` chooses on weights [out, in]
@@ -28,7 +28,7 @@ from specjax.models import layers
 # name: (product, on tiles)
 FORMS = {
     "dot": (functools.partial(layers._dot, dtype=jnp.float32), False),
-    "fused": (functools.partial(layers._fused, dtype=jnp.float32), False),
+    "halves": (functools.partial(layers._halved, dtype=jnp.float32), False),
     "tiled": (functools.partial(layers._tiled, dtype=jnp.float32), True),
     "parts": (functools.partial(layers._tiled_batch, dtype=jnp.float32, parts=8), True),
     "linear": (layers.linear, False),

@@ -15,7 +15,7 @@ from specjax.bench import machine
 from specjax.checkpoints import causal, int8, native
 from specjax.drafters.eagle import EagleHead
 from specjax.infer import system
-from specjax.models import families, reads
+from specjax.models import families, layers, reads
 from specjax.models.eagle import Eagle
 from specjax.models.llama import Llama, LlamaConfig, Rope
 from specjax.models.opt import Opt, OptConfig
@@ -73,14 +73,19 @@ def test_our_own_formats_hold_every_family(model, tmp_path):
     jax.tree.map(close, rounded, params)
 
 
-def test_what_a_step_reads_is_counted_by_name():
+def test_what_a_step_reads_is_counted_by_name(monkeypatch):
     """Of an untied model the table's rows; of a tied one the whole table; never an encoder."""
+    monkeypatch.setattr(layers, "long_vectors", lambda: False)
     cache = type("Cache", (), {"length": np.zeros(3), "kv": (), "cross": ()})
     untied, tied = LLAMA, Llama(LlamaConfig(**SIZES, tie_embeddings=True))
     size = lambda model: machine.bytes_per_step(model.abstract(), cache).weights  # noqa: E731
     every = lambda model: sum(4 * x.size for x in jax.tree.leaves(model.abstract()))  # noqa: E731
     assert size(untied) == every(untied) - 4 * 32 * 16 + 4 * 3 * 16
     assert size(tied) == every(tied)
+    # Laid out for decoding, the output layer is the table's own array under a name of its own.
+    laid_out = tied.tile(tied.init(jax.random.key(0)))
+    assert laid_out["lm_head"]["weight"] is laid_out["embed_tokens"]["weight"]
+    assert machine.bytes_per_step(laid_out, cache).weights == every(tied) + 4 * 3 * 16
     t5 = toys.tiny_t5()
     encoder = sum(4 * x.size for x in jax.tree.leaves(t5.abstract()["encoder"]))
     assert reads.by_prefill_alone(("encoder", "x")) and not reads.by_prefill_alone(("norm", "x"))

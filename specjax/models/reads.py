@@ -1,5 +1,6 @@
 """Which parameters a decoding step reads, by their names."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,20 +25,17 @@ def by_prefill_alone(path: tuple[str, ...]) -> bool:
 
 def looked_up(params: PyTree) -> list[Any]:
     """Tables of which a step reads single rows."""
-    flat = leaves(params)
-    untied = any(name in path for path, _ in flat for name in OUTPUTS)
-    return [
-        leaf
-        for path, leaf in flat
-        if path[0] in TABLES and (untied or path[0] == "embed_positions")
-    ]
+    is_table = _tables(params)
+    return [leaf for path, leaf in leaves(params) if is_table(path)]
 
 
 def whole(params: PyTree) -> list[Any]:
     """What a step reads from end to end."""
-    tables = {id(leaf) for leaf in looked_up(params)}
-    return [
-        leaf
-        for path, leaf in leaves(params)
-        if not by_prefill_alone(path) and id(leaf) not in tables
-    ]
+    is_table = _tables(params)
+    return [leaf for path, leaf in leaves(params) if not (by_prefill_alone(path) or is_table(path))]
+
+
+def _tables(params: PyTree) -> Callable[[tuple[str, ...]], bool]:
+    """Whether a path is a table's. By names: a table and an output layer may be one array."""
+    untied = any(name in path for path, _ in leaves(params) for name in OUTPUTS)
+    return lambda path: path[0] in TABLES and (untied or path[0] == "embed_positions")

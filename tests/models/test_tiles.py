@@ -1,4 +1,4 @@
-"""Weights in tiles: the same numbers from another layout."""
+"""Weights in tiles or in halves: the same numbers from another layout."""
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,18 @@ def test_small_or_odd_products_are_not_split():
     assert layers._parts(8, (1, 512, 64)) == 1  # 16 parts would have too few results too
     assert layers._parts(8, (16, 20, 64)) == 1  # 8 does not divide 20
     assert layers._parts(8, (16, 24, 64)) == 8
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 17, 64, 65])
+@pytest.mark.parametrize("outputs", [48, 33])
+def test_few_rows_are_multiplied_by_halves_of_a_plain_weight(rows, outputs, getkey):
+    """Up to 64 rows, where the outputs can be halved; what fills the rows up is not seen."""
+    weight = jax.random.normal(getkey(), (outputs, 24))
+    x = jax.random.normal(getkey(), (rows, 24))
+    lowered = jax.jit(layers.linear).lower(x, weight).as_text()
+    assert ("tensor<2x24x24xf32>" in lowered) == (rows <= 64 and outputs == 48)
+    got = jax.jit(layers.linear)(x[None], weight)
+    np.testing.assert_allclose(got[0], np.asarray(x) @ np.asarray(weight).T, atol=2e-5)
 
 
 def test_leading_axes_are_kept(getkey):
