@@ -27,9 +27,31 @@ def parse(gin_files: list[str], bindings: list[str] = (), search_paths: list[str
             gin.add_config_file_search_path(path)
         try:
             _check_macros(gin_files, bindings)
-            gin.parse_config_files_and_bindings(gin_files, list(bindings))
+            imports = _imports(gin_files, bindings, paths)
+            gin.parse_config_files_and_bindings(gin_files, [*imports, *bindings])
         except _BAD_GIN as error:
             raise ValueError(" ".join(str(error).split())) from None
+
+
+def _imports(gin_files: list[str], bindings: list[str], paths: tuple[str, ...]) -> list[str]:
+    """The files' import lines that the bindings need.
+
+    gin knows of an imported module only what the files themselves mention; a binding may name the rest too.
+    """
+    known, unread, read = {}, list(gin_files), set()
+    while unread:
+        file = unread.pop()
+        where = (pathlib.Path(path) / file for path in paths)
+        text = next((w.read_text(encoding="utf-8") for w in where if w.exists()), "")
+        read.add(file)
+        unread += [f for f in re.findall(r"^include '(.+)'", text, re.MULTILINE) if f not in read]
+        for line in re.findall(r"^(?:from [\w.]+ )?import .+$", text, re.MULTILINE):
+            known[line.split()[-1].rpartition(".")[2]] = line.strip()
+    unquoted = (re.sub(r"'[^']*'|\"[^\"]*\"", "", binding) for binding in bindings)
+    named = {name for b in unquoted for name in re.findall(r"(?:^|[@(\[,\s/])([a-z]\w*)\.", b)}
+    if not named or not named <= known.keys():
+        return []
+    return ["from __gin__ import dynamic_registration", *(known[name] for name in sorted(named))]
 
 
 def _check_macros(gin_files: list[str], bindings: list[str]) -> None:

@@ -249,3 +249,18 @@ def test_a_growing_tree_and_lossy_rules_are_methods_too():
         assert (made.depth, made.expand, made.nodes) == (4, 10, 7)
         chosen = gin.query_parameter("run.infer.verifier").scoped_configurable_fn()
         assert not chosen.lossless and float(setting.split("=")[1]) in vars(chosen).values()
+
+
+def test_a_binding_may_name_what_no_file_mentions():
+    """All of a module that the files (or what they include) import, and settings of it."""
+    train = "configs/train/debian_distill.gin"
+    for name in ("ForwardKL", "ReverseKL", "JensenShannon", "TotalVariation"):
+        config.parse([train], [f"DIVERGENCE=@divergences.{name}()", "OUTPUT_DIR='a.b/c.d'"])
+        assert type(config.macro("DIVERGENCE")).__name__ == name
+    config.parse(
+        [train],
+        ["DIVERGENCE=@x/divergences.JensenShannon()", "x/divergences.JensenShannon.beta=.25"],
+    )
+    assert config.macro("DIVERGENCE").beta == 0.25
+    with pytest.raises(ValueError, match="divergences.Unknown"):
+        config.parse([train], ["DIVERGENCE=@divergences.Unknown()"])
