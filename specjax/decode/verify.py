@@ -52,29 +52,34 @@ class SpeculativeSampling:
 
 @dataclasses.dataclass(frozen=True)
 class LenientSampling:
-    """Lossy for lenience below 1: accept with probability min(1, p / (lenience q)).
+    """Lossy for lenience below 1: accept with probability min(1, f(p) / q), f(p) = p / lenience.
 
     The paper's appendix A.5: q is multiplied by the lenience l in (0, 1] before it is compared with
     p, so that the acceptance rate is sum_x min(p / l, q). Only the comparison is lenient: a refused
     token is replaced from norm((p - q)+) as in algorithm 1. So no token is emitted with more than
-    p / l. At l = 1 this is `SpeculativeSampling`. One-hot laws leave nothing to be lenient about:
+    f(p). At l = 1 this is `SpeculativeSampling`. One-hot laws leave nothing to be lenient about:
     greedy rows stay exact (the paper's own criterion for T = 0 looks at laws before that, and is
     not this one). `Stats.overlap` stays the strict sum_x min(p, q).
 
     Attributes:
-      lenience: l (static).
+      lenience: l (static); DistillSpec's epsilon.
+      form: f(p): "linear" p / l, "square" p / l^2, "power" p^l, which is lenient where p is small.
 
     References:
-      Leviathan et al. 2023 (2211.17192), appendix A.5, table 5.
+      Leviathan et al. 2023 (2211.17192), appendix A.5, table 5; Zhou et al. 2023, DistillSpec
+      (2310.08461), lossy speculative decoding: f_lin, f_sq, f_exp.
     """
 
     lenience: float = 1.0
+    form: str = "linear"
 
     chains_only = True
 
     def __post_init__(self):
         if not 0 < self.lenience <= 1:
             raise ValueError(f"lenience must lie in (0, 1], got {self.lenience}")
+        if self.form not in ("linear", "square", "power"):
+            raise ValueError(f"form must be linear, square or power, got {self.form!r}")
 
     @property
     def lossless(self) -> bool:
@@ -84,7 +89,12 @@ class LenientSampling:
         self, tree_: TokenTree, log_p: Float[Array, "B M V"], u: Float[Array, "B N"]
     ) -> Verdict:
         """`SpeculativeSampling.walk` with a lenient ratio."""
-        return _walk_by_ratio(tree_, log_p, u, _log_ratio(tree_, log_p) - math.log(self.lenience))
+        if self.form == "power":
+            ratio = _log_ratio(tree_, log_p * jnp.asarray(self.lenience, log_p.dtype))
+        else:
+            times = {"linear": 1, "square": 2}[self.form]
+            ratio = _log_ratio(tree_, log_p) - times * math.log(self.lenience)
+        return _walk_by_ratio(tree_, log_p, u, ratio)
 
     def judge(self, tree_: TokenTree, log_p: Float[Array, "B M V"], keys: Key[Array, "B"]):
         return _judge(self, tree_, log_p, keys)

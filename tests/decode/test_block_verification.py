@@ -170,25 +170,35 @@ def test_sampling_through_the_loop_accepts_more():
 
 # Lenience.
 
+LENIENT = {
+    "linear": lambda p, lenience: p / lenience,
+    "square": lambda p, lenience: p / lenience**2,
+    "power": lambda p, lenience: p**lenience,
+}
+
 
 @x64
 def test_lenience_below_one_is_lossy_and_one_is_not():
     """Invariant 2, B16: the exact test fails below 1 and passes at 1, where it is algorithm 1."""
     assert LenientSampling().lossless and not LenientSampling(0.5).lossless
     assert error(LenientSampling(1.0), *pair(0), 2) < EXACT
-    for lenience in (0.9, 0.5, 0.1):
-        assert error(LenientSampling(lenience), *pair(0), 2) > 1e-3
-    assert error(LenientSampling(0.1), *pair(9, {"temperature": 0.0}), 2) < EXACT
+    for form in LENIENT:
+        assert error(LenientSampling(1.0, form), *pair(0), 2) < EXACT
+        for lenience in (0.9, 0.5, 0.1):
+            assert error(LenientSampling(lenience, form), *pair(0), 2) > 1e-3
+        assert error(LenientSampling(0.1, form), *pair(9, {"temperature": 0.0}), 2) < EXACT
 
 
 @x64
 @pytest.mark.parametrize("p, q", [ONE_ATOM, TWO_ATOMS])
 @pytest.mark.parametrize("lenience", [1.0, 0.5, 0.3, 0.1])
-def test_lenience_keeps_the_paper_s_promises(p, q, lenience):
-    """A.5: acceptance is sum_x min(p / l, q), and no token has more than p(x) / l."""
-    law, accepted = one_token_law(LenientSampling(lenience), p, q)
-    assert accepted == pytest.approx(np.minimum(np.asarray(p) / lenience, q).sum(), abs=EXACT)
-    assert (law <= np.asarray(p) / lenience + EXACT).all() and law.sum() == pytest.approx(1)
+@pytest.mark.parametrize("form", LENIENT)
+def test_lenience_keeps_the_papers_promises(p, q, lenience, form):
+    """A.5 and DistillSpec: acceptance is sum_x min(f(p), q), and no token has more than f(p)."""
+    law, accepted = one_token_law(LenientSampling(lenience, form), p, q)
+    most = LENIENT[form](np.asarray(p), lenience)
+    assert accepted == pytest.approx(np.minimum(most, q).sum(), abs=EXACT)
+    assert (law <= most + EXACT).all() and law.sum() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("lenience", [0.0, -1.0, 1.5])
@@ -196,6 +206,8 @@ def test_lenience_out_of_range_is_refused(lenience):
     """By name."""
     with pytest.raises(ValueError, match="lenience"):
         LenientSampling(lenience)
+    with pytest.raises(ValueError, match="form"):
+        LenientSampling(0.5, "cubic")
 
 
 def test_both_are_verifiers():
