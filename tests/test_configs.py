@@ -186,6 +186,19 @@ def test_drafters_that_copy_are_methods_and_need_no_draft(name):
     assert gin.query_parameter("run.infer.draft").scoped_configurable_fn().path is None
 
 
+def test_staged_drafts_may_be_drafted_for_by_a_smaller_model():
+    bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
+    bindings += ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "DRAFT_CHECKPOINT_PATH='y'"]
+    names = ["configs/runs/infer.gin", "configs/methods/staged.gin"]
+    config.parse(names, bindings)
+    stages = gin.query_parameter("run.infer.draft").scoped_configurable_fn()
+    assert stages.draft.path == "y" and stages.drafter(eos_id=1).copy == 3
+    smaller = ["INNER=@small_model.SmallModel", "INNER_DRAFT=@inner/system.Checkpoint()"]
+    config.parse(names, [*bindings, *smaller, "inner/system.Checkpoint.path='z'"])
+    stages = gin.query_parameter("run.infer.draft").scoped_configurable_fn()
+    assert stages.inner.path == "z" and stages.drafter is not None
+
+
 def test_lookahead_is_a_method_without_a_draft():
     bindings = [f"{m}='x'" for m in REQUIRED["runs/infer.gin"].split()]
     more = ["TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "WINDOW=3", "FOLLOW=True"]

@@ -183,7 +183,12 @@ def _load(target: Checkpoint) -> Contest:
 
 def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contest:
     models, weights = dict(contest.drafts), dict(contest.params.draft)
+    inside = {}  # what drafts for a draft, by the method's name
     for name, draft in drafts.items():
+        if isinstance(draft, system.Stages):
+            models[name], inner, weights[name] = draft.of(contest.target, contest.vocabulary)
+            inside[name] = {"inner": inner}
+            continue
         if isinstance(draft, system.Heads):
             models[name], weights[name] = draft.of(contest.target, contest.params.target)
             continue
@@ -194,10 +199,11 @@ def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contes
             system.check_same_pieces(contest.vocabulary, contest.target, model, draft)
             models[name] = model
     heads = Eagle | EagleT5 | Medusa
-    lacking = [n for n, m in models.items() if isinstance(m, heads) and n not in contest.methods]
+    named = {n for n, m in models.items() if isinstance(m, heads)} | inside.keys()
+    lacking = sorted(named - contest.methods.keys())
     if lacking:
         raise ValueError(
-            f"{', '.join(lacking)}: heads draft by a drafter of their own; name it in methods"
+            f"{', '.join(lacking)}: heads and stages draft by a drafter of their own; name it in methods"
         )
     bare = [
         n for n, tried in contest.methods.items() if n not in models and any(map(callable, tried))
@@ -207,7 +213,7 @@ def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contes
             f"{', '.join(bare)}: a drafter that needs a model, and no draft of that name"
         )
     methods = {
-        name: [d(model=models[name]) if callable(d) else d for d in tried]
+        name: [d(model=models[name], **inside.get(name, {})) if callable(d) else d for d in tried]
         for name, tried in contest.methods.items()
     }
     params = Params(contest.params.target, weights)

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -235,8 +235,36 @@ class Nothing:
         """Nothing fits every target."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A draft with a drafter of its own, for `specjax.drafters.staged.Staged`.
+
+    Attributes:
+      draft: the draft.
+      drafter: makes what drafts for it, as `load` makes the target's.
+      inner: what that decodes with, a `Stages` too where there are more of them.
+    """
+
+    draft: Checkpoint
+    drafter: Callable[..., Drafter]
+    inner: "Draft"
+
+    def of(
+        self, model: Network, vocabulary: vocabularies.Base, partitioner: Partitioner | None = None
+    ) -> tuple[Network, Drafter, Params]:
+        """The draft, what drafts for it, and the weights of both.
+
+        Raises:
+          ValueError: the draft does not have the target's pieces, or the inner one not the draft's.
+        """
+        small, weights = self.draft.load(partitioner)
+        check_same_pieces(vocabulary, model, small, self.draft)
+        inner, own = _drafting(small, weights, vocabulary, self.drafter, self.inner, partitioner)
+        return small, inner, Params(weights, own)
+
+
 # What a drafter may decode with.
-Draft = Checkpoint | Counts | Datastore | Texts | Heads | Nothing
+Draft = Checkpoint | Counts | Datastore | Texts | Heads | Nothing | Stages
 
 
 class System(NamedTuple):
@@ -293,21 +321,34 @@ def load(
             "a drafter is named, but not its draft: set DRAFT_CHECKPOINT_PATH, HEADS_PATH or what else its "
             "file in configs/methods asks for"
         )
+    made, own = _drafting(model, weights, vocabulary, drafter, draft, partitioner)
+    return System(model, made, Params(weights, own), vocabulary)
+
+
+def _drafting(
+    model: Network,
+    weights: PyTree,
+    vocabulary: vocabularies.Base,
+    drafter: Callable[..., Drafter],
+    draft: Draft,
+    partitioner: Partitioner | None,
+) -> tuple[Drafter, Any]:
+    """The drafter of a model, and its weights; see `load`."""
     if isinstance(draft, Heads):
         heads, own = draft.of(model, weights, partitioner)
-        return System(model, drafter(model=heads), Params(weights, own), vocabulary)
+        return drafter(model=heads), own
+    if isinstance(draft, Stages):
+        small, inner, own = draft.of(model, vocabulary, partitioner)
+        return drafter(model=small, inner=inner), own
     if not isinstance(draft, Checkpoint):
         draft.check(model, vocabulary)
+    small, own = draft.load(partitioner)
     if isinstance(draft, Texts):
-        own = draft.load(partitioner)[1]
-        return System(
-            model, drafter(eos_id=stopping.end_ids(model)), Params(weights, own), vocabulary
-        )
-    small, draft_weights = draft.load(partitioner)
+        return drafter(eos_id=stopping.end_ids(model)), own
     if small is None:
-        return System(model, drafter(), Params(weights, draft_weights), vocabulary)
+        return drafter(), own
     check_same_pieces(vocabulary, model, small, draft)
-    return System(model, drafter(model=small), Params(weights, draft_weights), vocabulary)
+    return drafter(model=small), own
 
 
 def check_same_pieces(

@@ -25,6 +25,7 @@ from specjax.drafters.ngram import Ngram
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.drafters.rest import Rest
 from specjax.drafters.small_model import SmallModel
+from specjax.drafters.staged import Staged
 from specjax.drafters.trie import Trie
 from specjax.infer import run, streaming, system
 from specjax.infer.run import Settings
@@ -423,6 +424,28 @@ def test_drafters_that_copy_need_no_draft(folder, tmp_path):
     save_pairs(tmp_path / "other.npz", TokenPairs([np.asarray([3])], [np.asarray([3, 9000])]))
     with pytest.raises(ValueError, match="has ids up to 9000, the vocabulary 8000 pieces"):
         system.load(target, Trie, system.Texts(str(tmp_path / "other.npz")))
+
+
+def test_a_draft_may_have_a_drafter_of_its_own(folder, tmp_path):
+    """As configs/methods/staged.gin makes it, and a stage deeper; all say what plain decoding says."""
+    target = Checkpoint(str(folder / "target.safetensors"))
+    draft = Checkpoint(str(folder / "draft.safetensors"))
+    plain = read(infer(folder, tmp_path / "plain", drafter=None))
+    copies = functools.partial(PromptLookup, copy=2)
+    staged = functools.partial(Staged, gamma=2)
+    out = run.infer(
+        TextFile(str(folder / "in.txt")), target, str(tmp_path / "staged"), staged,
+        system.Stages(draft, copies, system.Texts()),
+        settings=Settings(task_feature_lengths=LENGTHS, batch_size=4),
+    )  # fmt: skip
+    assert [line["prediction"] for line in read(out)] == [line["prediction"] for line in plain]
+    assert sum(line["aux"]["drafted"] for line in read(out)) > 0
+    deeper = system.Stages(draft, staged, system.Stages(draft, SmallModel, draft))
+    loaded = system.load(target, staged, deeper)
+    assert loaded.drafter.inner.inner == SmallModel(loaded.drafter.inner.model)
+    assert loaded.params.draft.draft.draft is not None
+    with pytest.raises(ValueError, match="no checkpoint"):
+        system.load(target, staged, system.Stages(Checkpoint("/no/such"), copies, system.Texts()))
 
 
 def test_a_drafter_without_weights_names_nothing(folder):
