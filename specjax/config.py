@@ -27,18 +27,34 @@ def parse(gin_files: list[str], bindings: list[str] = (), search_paths: list[str
             gin.add_config_file_search_path(path)
         try:
             _check_macros(gin_files, bindings)
-            imports = _imports(gin_files, bindings, paths)
-            gin.parse_config_files_and_bindings(gin_files, [*imports, *bindings])
+            _parse(gin_files, bindings, paths)
         except _BAD_GIN as error:
             raise ValueError(" ".join(str(error).split())) from None
+
+
+def _parse(gin_files: list[str], bindings: list[str], paths: tuple[str, ...]) -> None:
+    """Files and bindings, with the files' imports for these where they name what no file mentions."""
+    try:
+        gin.parse_config_files_and_bindings(gin_files, list(bindings))
+    except (ValueError, *_BAD_GIN) as first:
+        imports = _imports(gin_files, bindings, paths)
+        if not imports:
+            raise
+        gin.clear_config()
+        try:
+            gin.parse_config_files_and_bindings(gin_files, [*imports, *bindings])
+        except (ValueError, *_BAD_GIN):
+            raise first from None
 
 
 def _imports(gin_files: list[str], bindings: list[str], paths: tuple[str, ...]) -> list[str]:
     """The files' import lines that the bindings need.
 
-    gin knows of an imported module only what the files themselves mention; a binding may name the rest too.
+    gin knows of an imported module only what the files themselves mention. Names that two modules have
+    are left out.
     """
-    known, unread, read = {}, list(gin_files), set()
+    known: dict[str, set[str]] = {}
+    unread, read = list(gin_files), set()
     while unread:
         file = unread.pop()
         where = (pathlib.Path(path) / file for path in paths)
@@ -46,12 +62,14 @@ def _imports(gin_files: list[str], bindings: list[str], paths: tuple[str, ...]) 
         read.add(file)
         unread += [f for f in re.findall(r"^include '(.+)'", text, re.MULTILINE) if f not in read]
         for line in re.findall(r"^(?:from [\w.]+ )?import .+$", text, re.MULTILINE):
-            known[line.split()[-1].rpartition(".")[2]] = line.strip()
+            line = line.partition("#")[0].strip()
+            known.setdefault(re.split(r"[ .]", line)[-1], set()).add(line)
     unquoted = (re.sub(r"'[^']*'|\"[^\"]*\"", "", binding) for binding in bindings)
     named = {name for b in unquoted for name in re.findall(r"(?:^|[@(\[,\s/])([a-z]\w*)\.", b)}
-    if not named or not named <= known.keys():
+    lines = sorted({line for name in named for line in known.get(name, ())})
+    if not named or not named <= known.keys() or len(lines) != len(named):
         return []
-    return ["from __gin__ import dynamic_registration", *(known[name] for name in sorted(named))]
+    return ["from __gin__ import dynamic_registration", *lines]
 
 
 def _check_macros(gin_files: list[str], bindings: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Every gin file parses, and says what it should."""
 
+import ast
 import math
 import pathlib
 
@@ -255,13 +256,16 @@ def test_a_growing_tree_and_lossy_rules_are_methods_too():
         "DEPTH=4",
         "NODES=7",
     ]
-    for rule, setting in (("typical", "EPSILON=0.2"), ("top_k", "K=3")):
+    rules = ("typical", "EPSILON=0.2"), ("top_k", "K=3"), ("lenient", "FORM='square'")
+    for rule, setting in rules:
         names = [f"configs/{n}.gin" for n in ("runs/infer", "methods/eagle2", f"methods/{rule}")]
         config.parse(names, [*bindings, *more, setting])
         made = gin.query_parameter("run.infer.drafter").scoped_configurable_fn(model=None)
         assert (made.depth, made.expand, made.nodes) == (4, 10, 7)
         chosen = gin.query_parameter("run.infer.verifier").scoped_configurable_fn()
-        assert not chosen.lossless and float(setting.split("=")[1]) in vars(chosen).values()
+        assert (
+            not chosen.lossless and ast.literal_eval(setting.split("=")[1]) in vars(chosen).values()
+        )
 
 
 def test_a_binding_may_name_what_no_file_mentions():
@@ -275,5 +279,7 @@ def test_a_binding_may_name_what_no_file_mentions():
         ["DIVERGENCE=@x/divergences.JensenShannon()", "x/divergences.JensenShannon.beta=.25"],
     )
     assert config.macro("DIVERGENCE").beta == 0.25
+    mentioned = ["loop.train.evaluation_period=1", "StudentBatches.seed=1", "OUTPUT_DIR='x'"]
+    config.parse([train], mentioned)  # whatever files mention goes by any of its names, as before
     with pytest.raises(ValueError, match="divergences.Unknown"):
         config.parse([train], ["DIVERGENCE=@divergences.Unknown()"])

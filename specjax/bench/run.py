@@ -110,7 +110,8 @@ def bench(
         too, where it drafts chains if the rule judges chains only.
       methods: further drafters by name, each with all settings that are tried; like gamma, the fastest
         of them on one half of the examples is the one chosen for the other. One that needs a model is
-        given as a function of ``model=``, which is the draft of that name.
+        given as a function of ``model=``, which is the draft of that name, and of ``inner=`` where that is
+        `system.Stages`.
       profile_dir: where profiles of some rounds of every method go; the report then says where a
         round's time goes, and c from that too.
 

@@ -54,8 +54,8 @@ class SpeculativeSampling:
 class LenientSampling:
     """Lossy for lenience below 1: accept with probability min(1, f(p) / q), f(p) = p / lenience.
 
-    The paper's appendix A.5: q is multiplied by the lenience l in (0, 1] before it is compared with
-    p, so that the acceptance rate is sum_x min(p / l, q). Only the comparison is lenient: a refused
+    Appendix A.5 multiplies q by the lenience l in (0, 1] before it is compared with p; DistillSpec has
+    two more forms. The acceptance rate is sum_x min(f(p), q). Only the comparison is lenient: a refused
     token is replaced from norm((p - q)+) as in algorithm 1. So no token is emitted with more than
     f(p). At l = 1 this is `SpeculativeSampling`. One-hot laws leave nothing to be lenient about:
     greedy rows stay exact (the paper's own criterion for T = 0 looks at laws before that, and is
@@ -64,6 +64,9 @@ class LenientSampling:
     Attributes:
       lenience: l (static); DistillSpec's epsilon.
       form: f(p): "linear" p / l, "square" p / l^2, "power" p^l, which is lenient where p is small.
+
+    Raises:
+      ValueError: another lenience or form.
 
     References:
       Leviathan et al. 2023 (2211.17192), appendix A.5, table 5; Zhou et al. 2023, DistillSpec

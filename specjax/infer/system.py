@@ -254,6 +254,14 @@ class Stages:
     ) -> tuple[Network, Drafter, Params]:
         """The draft, what drafts for it, and the weights of both.
 
+        Args:
+          model: the target.
+          vocabulary: the target's.
+          partitioner: where parameters lie; None is one device.
+
+        Returns:
+          The draft, its drafter, and `Params` of the draft's weights and its drafter's.
+
         Raises:
           ValueError: the draft does not have the target's pieces, or the inner one not the draft's.
         """
@@ -293,8 +301,9 @@ def load(
 
     Args:
       target: its weights.
-      drafter: makes the drafter; called with ``model=`` the draft if that is a model, and with
-        ``eos_id=`` what ends the target's texts if it copies from them.
+      drafter: makes the drafter; called with ``model=`` the draft if that is a model, with ``inner=`` too
+        what drafts for it if it is `Stages`, and with ``eos_id=`` what ends the target's texts if it copies
+        from them.
       draft: the draft's weights, table or datastore, or the texts it knows; `Nothing` for a drafter that
         has none of these.
       partitioner: where parameters lie; None is one device.
@@ -364,10 +373,11 @@ def check_same_pieces(
             "share a vocabulary"
         )
     width = getattr(small.config, "encoded_dim", None)
-    if width not in (None, model.config.emb_dim):
+    # A draft without an encoder hands the target's output on to what drafts for it.
+    given = getattr(model.config, "encoded_dim", None) or model.config.emb_dim
+    if width not in (None, given):
         raise ValueError(
-            f"the draft reads an encoder output of width {width} (encoded_dim), the target's has "
-            f"{model.config.emb_dim}"
+            f"the draft reads an encoder output of width {width} (encoded_dim), the target's has {given}"
         )
     theirs = draft.vocabulary()
     if theirs is not None:

@@ -31,7 +31,8 @@ PARTED_ROWS = range(4, 257)
 # Otherwise up to so many rows of a tiled weight are multiplied and summed in one fused loop; of more, a dot
 # per tile takes as long.
 TILED_ROWS = 1024
-# Up to so many rows of a weight that is not tiled are multiplied by its halves: of more, one dot is as fast.
+# Up to so many rows of a weight that is not tiled are multiplied by its halves: of more, one dot is as fast
+# (measured without AVX-512; with it, decoding has its weights in tiles).
 HALVED_ROWS = 64
 
 
@@ -40,10 +41,10 @@ def linear(x: Float[Array, "*rows K"], weight: Float[Array, "..."], dtype=None) 
 
     XLA's CPU dot packs the weight matrix again at each call, which costs more than the product when
     rows are few, and gives few rows to one core. There, few rows are multiplied by the halves of the
-    weight, one on each core; or, if it is tiled (`tile`), in one fused loop as fast as memory delivers
-    the tiles, and 4 to 256 rows in parts, on all cores. Everywhere else this is ``dot_general``. The
-    platform is decided when the program is lowered, never by the default backend, so that a TPU
-    program lowered from a CPU process holds the dot.
+    weight (where N is even), one on each core; or, if it is tiled (`tile`), in one fused loop as fast
+    as memory delivers the tiles, and 4 to 256 rows in parts, on all cores. Everywhere else this is
+    ``dot_general``. The platform is decided when the program is lowered, never by the default
+    backend, so that a TPU program lowered from a CPU process holds the dot.
 
     Args:
       x: activations ``[..., K]``.
@@ -146,8 +147,8 @@ def _tiled(x: Array, weight: Array, dtype) -> Array:
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _halved(x: Array, weight: Array, dtype) -> Array:
-    """Both halves of the weights by all rows, as a batch of two products: XLA gives each a core.
+def _halved(x: Float[Array, "*rows K"], weight: Float[Array, "N K"], dtype) -> Array:
+    """Both halves of the weights by all rows, as a batch of two products: XLA gives each a core. N is even.
 
     Weights stand on the left: those that stand there are not packed again. Their products with 4 rows
     and with 8 are fast ones, so that 2 and 3 rows cost as much as 4, and 5 to 7 more than 8 if they are
@@ -157,6 +158,7 @@ def _halved(x: Array, weight: Array, dtype) -> Array:
     flat = x.reshape(-1, inputs)
     rows = flat.shape[0]
     flat = jnp.pad(flat, ((0, _whole(rows) - rows), (0, 0)))
+    # XLA would take a batch over copies of the rows for the one product that it is.
     both = lax.optimization_barrier(jnp.broadcast_to(flat, (2, *flat.shape)))
     batched = (((2,), (2,)), ((0,), (0,)))
     halves = weight.reshape(2, outputs // 2, inputs)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import random
 import signal
 import subprocess
@@ -11,14 +12,17 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax import Prompt, Sampling, assets, generate
+from specjax.bench import run as bench
 from specjax.checkpoints import int8
 from specjax.data import datastore, prompts
 from specjax.data.sources import Example, TextFile
 from specjax.data.vocabulary import Bytes, Vocabulary
+from specjax.decode.interfaces import Params
 from specjax.decode.processors import MinLength
 from specjax.drafters.lookahead import Lookahead
 from specjax.drafters.ngram import Ngram
@@ -446,6 +450,32 @@ def test_a_draft_may_have_a_drafter_of_its_own(folder, tmp_path):
     assert loaded.params.draft.draft.draft is not None
     with pytest.raises(ValueError, match="no checkpoint"):
         system.load(target, staged, system.Stages(Checkpoint("/no/such"), copies, system.Texts()))
+
+
+def test_stages_hand_on_the_target_s_encoder_output():
+    """The shipped draft has no encoder: what drafts for it reads what it reads itself."""
+    assets = pathlib.Path("specjax/assets/debian").resolve()
+    target, draft = (Checkpoint(str(assets / f"{n}.int8.safetensors")) for n in ("target", "draft"))
+    staged = functools.partial(Staged, gamma=1)
+    loaded = system.load(target, staged, system.Stages(draft, SmallModel, draft))
+    contest = bench.Contest(
+        "pair", loaded.target, {}, Params(loaded.params.target, {}), loaded.vocabulary,
+        methods={"two": [staged]},
+    )  # fmt: skip
+    two = {"two": system.Stages(draft, SmallModel, draft)}
+    made = bench._with_drafts(contest, two)
+    assert made.methods["two"] == [loaded.drafter]
+    assert jax.tree.structure(made.params.draft["two"]) == jax.tree.structure(loaded.params.draft)
+    with pytest.raises(ValueError, match="two: heads and stages draft by a drafter of their own"):
+        bench._with_drafts(contest._replace(methods={}), two)
+    prompt = Prompt(*map(jnp.asarray, loaded.vocabulary.batch(["summarize: a library"], 8)))
+    take = dict(max_decode_len=4)
+    plain = generate(loaded.target, loaded.params.target, prompt, **take)
+    out = generate(
+        loaded.target, loaded.params.target, prompt, drafter=loaded.drafter,
+        draft_params=loaded.params.draft, **take,
+    )  # fmt: skip
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
 
 
 def test_a_drafter_without_weights_names_nothing(folder):
