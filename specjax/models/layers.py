@@ -158,7 +158,7 @@ def _halved(x: Float[Array, "*rows K"], weight: Float[Array, "N K"], dtype) -> A
     flat = x.reshape(-1, inputs)
     rows = flat.shape[0]
     flat = jnp.pad(flat, ((0, _whole(rows) - rows), (0, 0)))
-    # XLA would take a batch over copies of the rows for the one product that it is.
+    # Kept apart from the product, so that no simplification can make one product of the two again.
     both = lax.optimization_barrier(jnp.broadcast_to(flat, (2, *flat.shape)))
     batched = (((2,), (2,)), ((0,), (0,)))
     halves = weight.reshape(2, outputs // 2, inputs)
