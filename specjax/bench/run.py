@@ -29,6 +29,7 @@ from specjax.infer import system
 from specjax.infer.system import Checkpoint
 from specjax.models.eagle import Eagle
 from specjax.models.eagle_t5 import EagleT5
+from specjax.models.ensemble import Ensemble
 from specjax.models.families import Network
 from specjax.models.medusa import Medusa
 
@@ -190,6 +191,9 @@ def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contes
             models[name], inner, weights[name] = draft.of(contest.target, contest.vocabulary)
             inside[name] = {"inner": inner}
             continue
+        if isinstance(draft, system.Several):
+            models[name], weights[name] = draft.of(contest.target, contest.vocabulary)
+            continue
         if isinstance(draft, system.Heads):
             models[name], weights[name] = draft.of(contest.target, contest.params.target)
             continue
@@ -199,12 +203,13 @@ def _with_drafts(contest: Contest, drafts: Mapping[str, system.Draft]) -> Contes
         if model is not None:
             system.check_same_pieces(contest.vocabulary, contest.target, model, draft)
             models[name] = model
-    heads = Eagle | EagleT5 | Medusa
-    named = {n for n, m in models.items() if isinstance(m, heads)} | inside.keys()
+    others = Eagle | EagleT5 | Medusa | Ensemble
+    named = {n for n, m in models.items() if isinstance(m, others)} | inside.keys()
     lacking = sorted(named - contest.methods.keys())
     if lacking:
         raise ValueError(
-            f"{', '.join(lacking)}: heads and stages draft by a drafter of their own; name it in methods"
+            f"{', '.join(lacking)}: heads, stages and several models draft by a drafter of their own; "
+            "name it in methods"
         )
     bare = [
         n for n, tried in contest.methods.items() if n not in models and any(map(callable, tried))

@@ -169,6 +169,29 @@ def merge(
     )
 
 
+def share_repeats(tree: TokenTree) -> TokenTree:
+    """Nodes of one prefix share their children; all but the first are trials only.
+
+    For trees of several sources, drawn or chosen. A repeat is refused for sure where its first is, so the
+    target need not read it; but it is a draw, so it is tried. Its children, drawn behind the same prefix,
+    become the first one's youngest. Nothing is dropped or moved for what it is itself, so the law stays.
+    """
+    nodes = tree.tokens.shape[1]
+    before = jnp.asarray(np.tri(nodes, dtype=bool))[None]
+    alike = tree.judged[:, :, None] & tree.judged[:, None] & before
+    alike &= tree.tokens[:, :, None] == tree.tokens[:, None]
+    first = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tree.tokens.shape)
+    above = lambda first: jnp.where(  # noqa: E731
+        tree.parent < 0, -1, jnp.take_along_axis(first, jnp.clip(tree.parent, 0), axis=1)
+    )
+    for _ in range(tree.depth):  # a level's parents are settled before it is
+        parent = above(first)
+        same = alike & (parent[:, :, None] == parent[:, None])
+        first = jnp.where(tree.judged, same.argmax(2).astype(jnp.int32), first)
+    itself = first == jnp.arange(nodes, dtype=jnp.int32)[None]
+    return _swap(tree, parent=above(first), valid=tree.valid & itself)
+
+
 def prune(tree: TokenTree, score: Float[Array, "B N"], budget: int) -> TokenTree:
     """The best nodes of a deterministic tree, in their old order.
 

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int, Key
 from specjax.decode import sampling as laws
 from specjax.decode.interfaces import Block, Outcome, Params, Prefilled, Text, TokenTree
 from specjax.decode.sampling import Sampling
-from specjax.decode.tree import Template
 from specjax.decode.verify import DRAFT
 from specjax.drafters import levels
 from specjax.models.eagle import Eagle, Pairs, side_by_side
@@ -149,12 +148,12 @@ class EagleHead(levels.StaticTree, Pairwise):
     model: Eagle | EagleT5
 
     @functools.cached_property
-    def _levels(self) -> list["_Level"]:
-        return _plan(self.template)
+    def _levels(self) -> list[levels.Level]:
+        return levels.plan(self.template)
 
     @functools.cached_property
     def inner(self) -> int:
-        return len(set(self.template.parents.tolist()) - {-1})
+        return levels.inner(self.template)
 
     def propose(
         self,
@@ -184,55 +183,3 @@ class EagleHead(levels.StaticTree, Pairwise):
         law = np.concatenate([level.law for level in self._levels])
         tree = self.filled(jnp.concatenate(words, axis=1), there, found.drawn, log_q, law)
         return tree, state._replace(open=open_)
-
-
-class _Level(NamedTuple):
-    """One step of drafting: nodes that are read, and the children that they get.
-
-    Attributes:
-      drafted: which of the level's nodes (in the tree's order) are read: those with children.
-      behind: the parent of each of them among the nodes that were read one step before.
-      at: the first open slot they are read into.
-      mask: bool ``[M, W]``: the open slots they see, but for the unread pairs.
-      parent: of every child, which of the nodes read.
-      rank: of every child, the how-manieth child it is.
-      law: of every child, which of all laws it is from.
-    """
-
-    drafted: np.ndarray
-    behind: np.ndarray
-    at: int
-    mask: np.ndarray
-    parent: np.ndarray
-    rank: np.ndarray
-    law: np.ndarray
-
-
-def _plan(shape: Template) -> list[_Level]:
-    """The levels of a tree; the first one reads nothing: behind the root stands the newest unread pair."""
-    inner, width = set(shape.parents.tolist()), shape.depth + 1
-    wide = width + len(inner - {-1})
-    slot, out, read, laws_ = {}, [], [-1], 0
-    for depth in range(shape.depth):
-        nodes = np.flatnonzero(shape.levels == depth)
-        before, drafted = read, [i for i, n in enumerate(nodes.tolist()) if n in inner]
-        if depth:
-            read = [int(nodes[i]) for i in drafted]
-        at, mask = width + len(slot), []
-        for n in read if depth else ():
-            slot[n] = width + len(slot)
-            seen = np.zeros(wide, bool)
-            while n >= 0:
-                seen[slot[n]], n = True, int(shape.parents[n])
-            mask.append(seen)
-        children = np.flatnonzero(shape.levels == depth + 1)
-        parent = np.asarray([read.index(p) for p in shape.parents[children]])
-        behind = np.asarray([before.index(int(shape.parents[n])) for n in read] if depth else [0])
-        out.append(
-            _Level(
-                np.asarray(drafted, np.int32), behind, at, np.asarray(mask), parent,
-                shape.ranks[children], (laws_ + parent).astype(np.int32),
-            )
-        )  # fmt: skip
-        laws_ += len(read)
-    return out

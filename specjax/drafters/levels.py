@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.decode import sampling as laws
@@ -137,3 +138,60 @@ def gumbel(keys: Key[Array, "B"], shape: tuple[int, ...], dtype) -> Float[Array,
     those would be drawn a quarter too seldom.
     """
     return jax.vmap(lambda key: jax.random.gumbel(key, shape, dtype, mode="high"))(keys)
+
+
+def inner(shape: Template) -> int:
+    """How many nodes have children: those that are read while a tree is drafted."""
+    return len(set(shape.parents.tolist()) - {-1})
+
+
+class Level(NamedTuple):
+    """One step of drafting: nodes that are read, and the children that they get.
+
+    Attributes:
+      drafted: which of the level's nodes (in the tree's order) are read: those with children.
+      behind: the parent of each of them among the nodes that were read one step before.
+      at: the first open slot they are read into.
+      mask: bool ``[M, W]``: the open slots they see, but for the unread pairs.
+      parent: of every child, which of the nodes read.
+      rank: of every child, the how-manieth child it is.
+      law: of every child, which of all laws it is from.
+    """
+
+    drafted: np.ndarray
+    behind: np.ndarray
+    at: int
+    mask: np.ndarray
+    parent: np.ndarray
+    rank: np.ndarray
+    law: np.ndarray
+
+
+def plan(shape: Template) -> list[Level]:
+    """The levels of a tree; the first one reads nothing: behind the root stands the newest unread pair."""
+    parents, width = set(shape.parents.tolist()), shape.depth + 1
+    wide = width + inner(shape)
+    slot, out, read, laws_ = {}, [], [-1], 0
+    for depth in range(shape.depth):
+        nodes = np.flatnonzero(shape.levels == depth)
+        before, drafted = read, [i for i, n in enumerate(nodes.tolist()) if n in parents]
+        if depth:
+            read = [int(nodes[i]) for i in drafted]
+        at, mask = width + len(slot), []
+        for n in read if depth else ():
+            slot[n] = width + len(slot)
+            seen = np.zeros(wide, bool)
+            while n >= 0:
+                seen[slot[n]], n = True, int(shape.parents[n])
+            mask.append(seen)
+        children = np.flatnonzero(shape.levels == depth + 1)
+        parent = np.asarray([read.index(p) for p in shape.parents[children]])
+        behind = np.asarray([before.index(int(shape.parents[n])) for n in read] if depth else [0])
+        out.append(
+            Level(
+                np.asarray(drafted, np.int32), behind, at, np.asarray(mask), parent,
+                shape.ranks[children], (laws_ + parent).astype(np.int32),
+            )
+        )  # fmt: skip
+        laws_ += len(read)
+    return out

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from specjax.data import vocabulary as vocabularies
 from specjax.decode import devices, stopping
 from specjax.decode.interfaces import Drafter, Params
 from specjax.drafters import ngram, rest, trie
+from specjax.models.ensemble import Ensemble
 from specjax.models.families import Network
 from specjax.partitioning.rules import Partitioner
 from specjax.training import batches
@@ -271,8 +272,39 @@ class Stages:
         return small, inner, Params(weights, own)
 
 
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """Small models that draft beside each other, for `specjax.drafters.specinfer.SpecInfer`.
+
+    Attributes:
+      drafts: at least one, in the order in which what they draft is tried. Neighbours of one architecture
+        run as one batch.
+    """
+
+    drafts: Sequence[Checkpoint]
+
+    def of(
+        self, model: Network, vocabulary: vocabularies.Base, partitioner: Partitioner | None = None
+    ) -> tuple[Ensemble, PyTree]:
+        """The models as one, and their weights piled up.
+
+        Args:
+          model: the target.
+          vocabulary: the target's.
+          partitioner: where parameters lie; None is one device.
+
+        Raises:
+          ValueError: there is none, or one does not have the target's pieces.
+        """
+        loaded = [draft.load(partitioner) for draft in self.drafts]
+        for draft, (small, _) in zip(self.drafts, loaded, strict=True):
+            check_same_pieces(vocabulary, model, small, draft)
+        ensemble = Ensemble(tuple(small for small, _ in loaded))
+        return ensemble, ensemble.stack([weights for _, weights in loaded])
+
+
 # What a drafter may decode with.
-Draft = Checkpoint | Counts | Datastore | Texts | Heads | Nothing | Stages
+Draft = Checkpoint | Counts | Datastore | Texts | Heads | Nothing | Stages | Several
 
 
 class System(NamedTuple):
@@ -301,9 +333,9 @@ def load(
 
     Args:
       target: its weights.
-      drafter: makes the drafter; called with ``model=`` the draft if that is a model, with ``inner=`` too
-        what drafts for it if it is `Stages`, and with ``eos_id=`` what ends the target's texts if it copies
-        from them.
+      drafter: makes the drafter; called with ``model=`` the draft if that is a model or `Several`, with
+        ``inner=`` too what drafts for it if it is `Stages`, and with ``eos_id=`` what ends the target's texts
+        if it copies from them.
       draft: the draft's weights, table or datastore, or the texts it knows; `Nothing` for a drafter that
         has none of these.
       partitioner: where parameters lie; None is one device.
@@ -349,6 +381,9 @@ def _drafting(
     if isinstance(draft, Stages):
         small, inner, own = draft.of(model, vocabulary, partitioner)
         return drafter(model=small, inner=inner), own
+    if isinstance(draft, Several):
+        ensemble, own = draft.of(model, vocabulary, partitioner)
+        return drafter(model=ensemble), own
     if not isinstance(draft, Checkpoint):
         draft.check(model, vocabulary)
     small, own = draft.load(partitioner)

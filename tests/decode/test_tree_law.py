@@ -293,6 +293,64 @@ def test_a_repeat_is_tried_and_need_not_be_fed():
     assert error(SpeculativeSampling(), TWO_DRAWS, drafts, target, unfed) < 1e-14
 
 
+SHARED = {
+    "two chains": Shape((-1, 0, -1, 2), (0, 0, 1, 1)),
+    "two chains of one draft": Shape((-1, 0, -1, 2), (0, 0, 0, 0)),
+    "three chains": Shape((-1, 0, -1, 2, -1, 4), (0, 0, 1, 1, 0, 0)),
+    "two trees without replacement": Shape((-1, -1, 0, -1, -1, 3), (0, 0, 0, 1, 1, 1), False),
+    "chosen beside drawn": Shape((-1, 0, -1, 2), (same, same, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: type(v).__name__)
+def test_what_is_behind_repeats_may_be_shared(name, verifier):
+    """SpecInfer's merged trees: children of one prefix together, repeats tried and not read."""
+    shape, drafts = SHARED[name], [laws(1), laws(2)]
+    assert error(verifier, shape, drafts, laws(3), tree.share_repeats) < 1e-14
+    made, _ = token_trees(shape, drafts)
+    shared = tree.share_repeats(made)
+    assert (shared.parent != made.parent).any() and not shared.valid.all()
+    assert (shared.judged == made.judged).all() and (
+        np.asarray(shared.parent) < np.arange(len(shape.parents))
+    ).all()
+
+
+@pytest.mark.parametrize("p, q", [ONE_ATOM, TWO_ATOMS])
+@pytest.mark.parametrize("name", ["two chains", "two trees without replacement"])
+def test_both_base_cases_of_merged_trees(name, p, q):
+    """Two drafts of different q; and sharing is worth something: more is accepted than apart."""
+    drafts, target = [always(q), always((0.5, 0.2, 0.3))], always(p)
+    assert error(SpeculativeSampling(), SHARED[name], drafts, target, tree.share_repeats) < 1e-14
+    apart = accepted(SHARED[name], drafts, target, lambda made: made)
+    assert accepted(SHARED[name], drafts, target, tree.share_repeats) > apart + 1e-3
+
+
+def accepted(shape, drafts, target, change):
+    """Nodes that are accepted on average, over draws and (equally likely) uniforms on a grid."""
+    made, chance = token_trees(shape, drafts)
+    log_p, made = log_laws(shape, np.asarray(made.tokens), target), change(made)
+    rng, total = np.random.default_rng(0), 0.0
+    for _ in range(200):
+        u = jnp.broadcast_to(jnp.asarray(rng.uniform(size=len(shape.parents))), made.tokens.shape)
+        total += float(chance @ np.asarray(_walk(SpeculativeSampling(), made, log_p, u).accepted))
+    return total / 200
+
+
+def test_dropping_a_repeat_s_trial_changes_the_law():
+    """What `share_repeats` must not do: without the repeat's trial its residual is missing."""
+    p, q = TWO_ATOMS
+
+    def dropped(made):
+        shared = tree.share_repeats(made)
+        return tree._swap(shared, judged=shared.valid)
+
+    assert (
+        error(SpeculativeSampling(), SHARED["two chains"], [always(q)] * 2, always(p), dropped)
+        > 0.005
+    )
+
+
 @pytest.mark.parametrize("change", [folded, sorted_by_q, only_the_larger_id])
 def test_draws_that_were_looked_at_change_the_law(change):
     p, q = TWO_ATOMS

@@ -466,7 +466,9 @@ def test_stages_hand_on_the_target_s_encoder_output():
     made = bench._with_drafts(contest, two)
     assert made.methods["two"] == [loaded.drafter]
     assert jax.tree.structure(made.params.draft["two"]) == jax.tree.structure(loaded.params.draft)
-    with pytest.raises(ValueError, match="two: heads and stages draft by a drafter of their own"):
+    with pytest.raises(
+        ValueError, match="two: heads, stages and several models draft by a drafter"
+    ):
         bench._with_drafts(contest._replace(methods={}), two)
     prompt = Prompt(*map(jnp.asarray, loaded.vocabulary.batch(["summarize: a library"], 8)))
     take = dict(max_decode_len=4)
