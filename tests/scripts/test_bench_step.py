@@ -18,4 +18,4 @@ def test_a_block_stands_beside_the_plain_step(monkeypatch, capsys):
     monkeypatch.setattr(layers, "long_vectors", layers.long_vectors)  # the script sets it
     runpy.run_path(str(SCRIPT), run_name="__main__")
     out = capsys.readouterr().out
-    assert "tiled weights" in out and "over plain" in out
+    assert "tiled" in out and "over plain" in out
