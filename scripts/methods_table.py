@@ -68,23 +68,23 @@ that one core gets), a level .5 to .7 (.5 for its 12.7 MB, of which the output l
 has 66. The head saw 2,678 updates and was still improving; the draft 16,000.
 
 `smollm2_eagle_sampled` is `smollm2_eagle` at T = .5 and 1, on fewer prompts. The head gains less than
-greedily (1.38 at T = 0 on HumanEval), 1.24 and 1.19 there and 1.15 and 1.06 on MT-bench. What a small target draws is
-harder to guess, as for the papers' drafts, and a draw that is right less often has little to gain by depth:
-the chain of three, which calibration chose on MT-bench at T = 1, lost on the reported half.
+greedily (1.38 at T = 0 on HumanEval), 1.24 and 1.19 there and 1.15 and 1.06 on MT-bench. What a small target
+draws is harder to guess, as for the papers' drafts, and a draw that is right less often has little to gain by
+depth: the chain of three, which calibration chose on MT-bench at T = 1, lost on the reported half.
 
 `debian_heads` and `smollm2_eagle`, sampled or not, are of one machine, `debian_blockwise`, `debian_medusa2`
-and `smollm2_heads` of another, older one, whose cores have no AVX-512. There a block of 2 to 8 tokens costs 1.6
-to 2.0 steps (v): arithmetic, not memory, is what it waits for, and nearly all drafts, of 1.1 to 2.1 tokens a
-step, lose. `smollm2_heads`' bound leaves out the output layer: its step is 1.53 times the true one. These
-three were run before `layers.linear` multiplied few rows by halves of a weight: on the older machine plain
-steps then take 11 (SmolLM2) and 30 % (T5) less and blocks of 2 to 4 of SmolLM2 15 to 21 % less. τ and α do
-not depend on that. Their heads had small budgets: debian_medusa_300 and debian_blockwise 9 and 6
-minutes of a shared core, debian_medusa2 (from debian_medusa_300) 9, smollm2_medusa and smollm2_eagle3 15 and
-20, on 17,650 tokens that the target said and 11,500 of others. Every loss was still falling. The shipped
-EAGLE saw 400,000 tokens, so what stands between it and these is mostly the training. Their held-out "code"
-are two answers of 128 tokens, which repeat themselves: read nothing into these. Medusa-2's target is no
-longer the shipped one: on the ten sentences of a task its text scores BLEU 6.0 and ROUGE-L 38.1, the shipped
-one's 8.6 and 45.7.
+and `smollm2_heads` of another, older one, whose cores have no AVX-512. There a block of 2 to 8 tokens costs
+1.6 to 2.0 steps (v): arithmetic, not memory, is what it waits for, and nearly all drafts, of 1.1 to 2.1
+tokens a step, lose. `smollm2_heads`' bound leaves out the output layer: its step is 1.53 times the true one.
+These three were run before `layers.linear` multiplied few rows by halves of a weight: on the older machine
+plain steps then take 11 (SmolLM2) and 30 % (T5) less and blocks of 2 to 4 of SmolLM2 15 to 21 % less. τ and α
+do not depend on that. Their heads had small budgets: debian_medusa_300 and debian_blockwise 9 and 6 minutes
+of a shared core, debian_medusa2 (from debian_medusa_300) 9, smollm2_medusa and smollm2_eagle3 15 and 20, on
+17,650 tokens that the target said and 11,500 of others. Every loss was still falling. The shipped EAGLE saw
+400,000 tokens, so what stands between it and these is mostly the training. Their held-out "code" are two
+answers of 128 tokens, which repeat themselves: read nothing into these. Medusa-2's target is no longer the
+shipped one: on the ten sentences of a task its text scores BLEU 6.0 and ROUGE-L 38.1, the shipped one's 8.6
+and 45.7.
 """
 PAGES = {"methods": METHODS, "heads": HEADS}
 
